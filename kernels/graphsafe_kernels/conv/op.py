@@ -1,0 +1,133 @@
+"""``causal_conv1d``: argument checks, and the choice of implementation by the operands' device.
+
+Requirements
+------------
+1. Names, order and defaults of flash-linear-attention 0.6.0, plus the graph arguments.
+2. Everything wrong is refused here, by name, before any launch and without reading the device.
+3. An argument of flash-linear-attention that is not served is refused, never ignored; the one exception is
+   ``cu_seqlens_cpu``, which only saves that library a host read that does not happen here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphsafe.contract import check_cu_seqlens, check_tensor, resolve_tables
+from graphsafe.errors import error
+from graphsafe_kernels.reference import conv as reference
+
+__all__ = ["causal_conv1d"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ACTIVATIONS = (None, "silu", "swish")
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool | None = False,
+    activation: str | None = None,
+    backend: str | None = "triton",
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    cp_context: Any = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    chunk_offsets: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Depthwise causal convolution over the last W tokens, with bias, activation, residual and states.
+
+    With X(t) = x_t inside a sequence and X(-j) = initial_state[:, W - j] before it (zero without a state)::
+
+        z[t] = bias + sum_{j=0..W-1} weight[:, j] X(t - W + 1 + j)
+        y    = act(z) + residual                       act(z) = z sigmoid(z) for 'silu' and 'swish'
+        final_state[:, s] = X(L - W + s)               s = 0..W-1
+
+    Shapes: ``x`` and ``residual`` ``[B, T, D]`` of any strides (``[B, T, ...]`` whose trailing sizes multiply to D is
+    taken as D channels), ``weight`` ``[D, W]``, ``bias`` ``[D]``, states ``[N, D, W]``; packed batches have B = 1 and
+    ``cu_seqlens`` ``[N + 1]``, dense ones N = B. Floating dtypes; computed in fp32 (fp64 for fp64). Returns
+    ``(y, final_state)`` in x's dtype, the state None unless ``output_final_state``. Rows of ``y`` and of every
+    gradient beyond the live total ``cu_seqlens[-1]`` are exactly zero, and what such rows hold changes nothing.
+
+    ``use_graph=True`` promises that T, N and the tables are a bucket's, fixed from call to call; ``chunk_indices``
+    and ``chunk_offsets`` are the bucket's tables for ``chunk_size``, built here when omitted. ``cu_seqlens_cpu`` is not
+    needed and not read. Only ``backend='triton'``, the default, is served: this project's own kernels, or on a CPU
+    their reference. First-order gradients; a ``cu_seqlens`` written to before the backward is refused there.
+
+    Raises :class:`graphsafe.errors.ArgumentError` (GS108) for wrong operands, GS106 for what is not supported,
+    GS303 for tables that do not agree, GS302 from the backward for changed boundaries.
+    """
+    _refuse_unsupported(weight, backend, cp_context, kwargs)
+    assert weight is not None
+    check_tensor("x", x, dtypes=_DTYPES)
+    check_tensor("weight", weight, shape=(None, None), dtypes=_DTYPES, device=x.device)
+    width, taps = weight.shape
+    if x.dim() < 3 or x.shape[2:].numel() != width:
+        raise error("argument", f"x has shape {list(x.shape)}; [B, T, D] with D = {width}, the channels of weight, is "
+                    "needed")  # fmt: skip
+    if width == 0 or taps == 0:
+        raise error("argument", f"weight has shape {list(weight.shape)}; at least one channel and one tap are needed")
+    if activation not in _ACTIVATIONS:
+        raise error("argument", f"activation is {activation!r}; 'silu', 'swish' (the same) or None is needed")
+    if bias is not None:
+        check_tensor("bias", bias, shape=(width,), dtypes=_DTYPES, device=x.device)
+    if residual is not None:
+        check_tensor("residual", residual, shape=tuple(x.shape), dtypes=_DTYPES, device=x.device)
+
+    batch, tokens = int(x.shape[0]), int(x.shape[1])
+    sequences = batch
+    if cu_seqlens is not None:
+        sequences = check_cu_seqlens(cu_seqlens, batch=batch, device=x.device, max_num_seqs=max_num_seqs)
+        if chunk_indices is not None or chunk_offsets is not None:
+            _check_tables(cu_seqlens, tokens, chunk_size, chunk_indices, chunk_offsets, use_graph)
+    else:
+        for name, given in (("max_num_seqs", max_num_seqs), ("chunk_indices", chunk_indices),
+                            ("chunk_offsets", chunk_offsets)):  # fmt: skip
+            if given is not None:
+                raise error("tables", f"{name} was passed without cu_seqlens; a dense batch has no tables")
+    if initial_state is not None:
+        check_tensor("initial_state", initial_state, shape=(sequences, width, taps), dtypes=_DTYPES, device=x.device)
+
+    flat = x if x.dim() == 3 else x.flatten(2)
+    flat_residual = residual if residual is None or residual.dim() == 3 else residual.flatten(2)
+    y, final_state = reference.causal_conv1d(
+        flat, weight, bias, flat_residual, initial_state, bool(output_final_state), activation is not None, cu_seqlens
+    )
+    return y.reshape(x.shape), final_state
+
+
+def _refuse_unsupported(weight: object, backend: str | None, cp_context: object, kwargs: dict[str, Any]) -> None:
+    if weight is None:
+        raise error("unsupported", "causal_conv1d was called without weight", why="A convolution needs its taps.",
+                    remedy="Pass weight [D, W].")  # fmt: skip
+    if backend not in (None, "triton"):
+        raise error("unsupported", f"causal_conv1d(backend={backend!r}) is not served",
+                    why="There is one set of kernels; other libraries' have neither fixed-capacity tables nor zero "
+                        "padding.",
+                    remedy="Leave backend out: the operands' device chooses the implementation.")  # fmt: skip
+    if cp_context is not None:
+        raise error("unsupported", "causal_conv1d(cp_context=...) is not served",
+                    why="Context parallelism exchanges boundaries between ranks, which this operator does not do.",
+                    remedy="Keep each sequence on one rank.")  # fmt: skip
+    if kwargs:
+        raise error("unsupported", f"causal_conv1d does not know {', '.join(sorted(kwargs))}",
+                    remedy="Leave it out; sequence boundaries are described by cu_seqlens alone.")  # fmt: skip
+
+
+def _check_tables(cu_seqlens: torch.Tensor, tokens: int, chunk_size: int, chunk_indices: torch.Tensor | None,
+                  chunk_offsets: torch.Tensor | None, use_graph: bool) -> None:  # fmt: skip
+    if not use_graph and chunk_offsets is None:
+        # flash-linear-attention's own eager tables: as many rows as the batch has chunks, a size the host cannot check
+        check_tensor("chunk_indices", chunk_indices, shape=(None, 2), dtypes=(torch.int32, torch.int64),
+                     device=cu_seqlens.device, contiguous=True, rule="tables")  # fmt: skip
+        return
+    resolve_tables(cu_seqlens, tokens=tokens, chunk_size=chunk_size, chunk_indices=chunk_indices,
+                   chunk_offsets=chunk_offsets)  # fmt: skip

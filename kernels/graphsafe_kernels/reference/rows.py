@@ -1,0 +1,75 @@
+"""Row arithmetic the references share: sums and activations whose bits do not depend on how much padding there is.
+
+Requirements
+------------
+1. Nothing reads the device from the host, no shape depends on data, no tensor is made from host data.
+2. ``ordered_sum`` adds rows in an order fixed by the row's index alone: zero rows appended at the end change no bit.
+3. ``sigmoid`` gives an element the same bits wherever it lies in a tensor. ``torch.sigmoid`` on a CPU does not: it
+   computes the tail of a range with other instructions than the rest, and where ranges end depends on the size.
+4. A ``cu_seqlens`` that changes between forward and backward is noticed by its version, not by its contents.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graphsafe.errors import error
+
+__all__ = ["SavedBoundaries", "compute_dtype", "ordered_sum", "padding_rows", "sigmoid"]
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype a reference computes in: fp64 for fp64, fp32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """``1 / (1 + exp(-x))``: exact limits at both ends, and the same bits at any place in any tensor."""
+    return (torch.exp(-x) + 1).reciprocal()
+
+
+def ordered_sum(rows: torch.Tensor) -> torch.Tensor:
+    """Sum over the first dimension, ``[R, ...] -> [...]``, in an order that trailing zero rows do not change.
+
+    The tensor is folded onto its first half until one row is left. The fold lengths are powers of two, so more zero
+    rows only add folds that add zero. Adding zero at the end makes a sum of zeros +0, with or without such a fold.
+    """
+    count = rows.shape[0]
+    if count == 0:
+        return rows.sum(0)
+    while count > 1:
+        half = 1 << ((count - 1).bit_length() - 1)
+        folded = rows[: count - half] + rows[half:count]
+        rows = folded if count == 2 * half else torch.cat([folded, rows[count - half : half]])
+        count = half
+    return rows[0] + 0
+
+
+def padding_rows(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Which of ``tokens`` rows lie beyond the live total: bool ``[tokens]``, made on the device."""
+    rows = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return rows >= cu_seqlens[-1:]
+
+
+class SavedBoundaries:
+    """A ``cu_seqlens`` kept for the backward, with the version it had in the forward.
+
+    It is not kept with ``save_for_backward``, whose own version check raises an untyped error.
+    """
+
+    def __init__(self, operator: str, cu_seqlens: torch.Tensor) -> None:
+        self._operator = operator
+        self._cu_seqlens = cu_seqlens
+        self._version = _version(cu_seqlens)
+
+    def get(self) -> torch.Tensor:
+        """The tensor; raises ``metadata-changed`` if it was written to since the forward."""
+        if _version(self._cu_seqlens) != self._version:
+            raise error("metadata-changed", f"cu_seqlens of {self._operator} was written to between its forward and "
+                        "its backward")  # fmt: skip
+        return self._cu_seqlens
+
+
+def _version(t: torch.Tensor) -> int:
+    # tensors made in inference mode have no version and cannot be written to outside it
+    return -1 if t.is_inference() else t._version
