@@ -6,6 +6,7 @@ entry-point group ``graphsafe.runtimes`` when :func:`get_runtime` asks for one.
 
 from __future__ import annotations
 
+from graphsafe.arena import StaticArena
 from graphsafe.bucket import Bucket
 from graphsafe.errors import (
     ArgumentError,
@@ -20,12 +21,37 @@ from graphsafe.errors import (
     RuntimeMissingError,
     UnsupportedError,
 )
+from graphsafe.graphed import GraphedCallable, graphed
+from graphsafe.inputs import Input
 from graphsafe.metadata import ChunkTables, MetadataBuilder
+from graphsafe.runtime import CaptureGuard, Graph, GraphRuntime, MemoryFigures, get_runtime
+from graphsafe.train import TrainStep
 
 __all__ = [
-    "ArgumentError", "BackendError", "Bucket", "CapacityError", "Category", "ChunkTables", "DistributedError",
-    "GraphSafeError", "LifetimeError", "MetadataBuilder", "MetadataError", "PaddingError", "RuntimeMissingError",
+    "ArgumentError",
+    "BackendError",
+    "Bucket",
+    "CapacityError",
+    "CaptureGuard",
+    "Category",
+    "ChunkTables",
+    "DistributedError",
+    "Graph",
+    "GraphRuntime",
+    "GraphSafeError",
+    "GraphedCallable",
+    "Input",
+    "LifetimeError",
+    "MemoryFigures",
+    "MetadataBuilder",
+    "MetadataError",
+    "PaddingError",
+    "RuntimeMissingError",
+    "StaticArena",
+    "TrainStep",
     "UnsupportedError",
-]  # fmt: skip
+    "get_runtime",
+    "graphed",
+]
 
 __version__ = "0.1.0"

@@ -19,8 +19,15 @@ from types import FrameType
 __all__ = ["Location", "caller", "is_internal"]
 
 _INTERNAL_PACKAGES = (
-    "graphsafe", "graphsafe_cpu", "graphsafe_cuda", "graphsafe_npu", "graphsafe_kernels", "torch", "torch_npu", "triton",
-)  # fmt: skip
+    "graphsafe",
+    "graphsafe_cpu",
+    "graphsafe_cuda",
+    "graphsafe_npu",
+    "graphsafe_kernels",
+    "torch",
+    "torch_npu",
+    "triton",
+)
 _CALLER_PACKAGES = ("graphsafe.testing", "graphsafe.cli")
 _STDLIB_WRAPPERS = ("contextlib", "functools", "threading", "dataclasses", "typing", "importlib", "runpy", "abc")
 
@@ -58,5 +65,5 @@ def caller(frame: FrameType | None = None) -> Location | None:
         code = frame.f_code
         if not is_internal(frame.f_globals.get("__name__", ""), code.co_filename):
             return Location(code.co_filename, frame.f_lineno, code.co_name)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None

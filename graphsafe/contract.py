@@ -27,9 +27,16 @@ def describe(t: object) -> str:
     return type(t).__name__
 
 
-def check_tensor(name: str, t: object, *, shape: tuple[int | None, ...] | None = None,
-                 dtypes: tuple[torch.dtype, ...] | None = None, device: torch.device | None = None,
-                 contiguous: bool = False, rule: str = "argument") -> None:  # fmt: skip
+def check_tensor(
+    name: str,
+    t: object,
+    *,
+    shape: tuple[int | None, ...] | None = None,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    device: torch.device | None = None,
+    contiguous: bool = False,
+    rule: str = "argument",
+) -> None:
     """Check one tensor argument; None in ``shape`` admits any size. Raises the error of ``rule``."""
     if not isinstance(t, torch.Tensor):
         raise error(rule, f"{name} is {describe(t)}; a tensor is needed")
@@ -55,15 +62,24 @@ def check_cu_seqlens(cu_seqlens: object, *, batch: int, device: torch.device, ma
     if n < 1:
         raise error("argument", f"cu_seqlens is {describe(cu_seqlens)}; at least two entries are needed")
     if batch != 1:
-        raise error("argument", f"cu_seqlens was passed with a batch of {batch}; a packed batch has leading size 1",
-                    remedy="Flatten the batch to [1, B * T, ...] and describe it with cu_seqlens.")  # fmt: skip
+        raise error(
+            "argument",
+            f"cu_seqlens was passed with a batch of {batch}; a packed batch has leading size 1",
+            remedy="Flatten the batch to [1, B * T, ...] and describe it with cu_seqlens.",
+        )
     if max_num_seqs is not None and max_num_seqs != n:
         raise error("tables", f"max_num_seqs is {max_num_seqs} but cu_seqlens has room for {n} sequences")
     return n
 
 
-def resolve_tables(cu_seqlens: torch.Tensor, *, tokens: int, chunk_size: int, chunk_indices: torch.Tensor | None,
-                   chunk_offsets: torch.Tensor | None) -> ChunkTables:  # fmt: skip
+def resolve_tables(
+    cu_seqlens: torch.Tensor,
+    *,
+    tokens: int,
+    chunk_size: int,
+    chunk_indices: torch.Tensor | None,
+    chunk_offsets: torch.Tensor | None,
+) -> ChunkTables:
     """The caller's tables, checked against ``cu_seqlens`` and the capacity, or tables built here on the device."""
     if chunk_indices is None and chunk_offsets is None:
         return build_tables(cu_seqlens, tokens, chunk_size)
@@ -73,8 +89,10 @@ def resolve_tables(cu_seqlens: torch.Tensor, *, tokens: int, chunk_size: int, ch
     n = int(cu_seqlens.shape[0]) - 1
     slots = slot_count(tokens, n, chunk_size)
     dtypes, device = (cu_seqlens.dtype,), cu_seqlens.device
-    check_tensor("chunk_indices", chunk_indices, shape=(slots, 2), dtypes=dtypes, device=device, contiguous=True,
-                 rule="tables")  # fmt: skip
-    check_tensor("chunk_offsets", chunk_offsets, shape=(n + 1,), dtypes=dtypes, device=device, contiguous=True,
-                 rule="tables")  # fmt: skip
+    check_tensor(
+        "chunk_indices", chunk_indices, shape=(slots, 2), dtypes=dtypes, device=device, contiguous=True, rule="tables"
+    )
+    check_tensor(
+        "chunk_offsets", chunk_offsets, shape=(n + 1,), dtypes=dtypes, device=device, contiguous=True, rule="tables"
+    )
     return ChunkTables(cu_seqlens, chunk_indices, chunk_offsets, chunk_size)

@@ -13,9 +13,20 @@ from graphsafe._location import Location, caller
 from graphsafe.rules import Category, Rule, rule
 
 __all__ = [
-    "ArgumentError", "BackendError", "CapacityError", "Category", "DistributedError", "GraphSafeError", "LifetimeError",
-    "Location", "MetadataError", "PaddingError", "RuntimeMissingError", "UnsupportedError", "error",
-]  # fmt: skip
+    "ArgumentError",
+    "BackendError",
+    "CapacityError",
+    "Category",
+    "DistributedError",
+    "GraphSafeError",
+    "LifetimeError",
+    "Location",
+    "MetadataError",
+    "PaddingError",
+    "RuntimeMissingError",
+    "UnsupportedError",
+    "error",
+]
 
 
 class GraphSafeError(RuntimeError):
@@ -25,8 +36,9 @@ class GraphSafeError(RuntimeError):
     (:class:`Location` of the caller's line, or None), ``why``, ``remedy``.
     """
 
-    def __init__(self, rule: Rule, what: str, *, where: Location | None, why: str | None = None,
-                 remedy: str | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, rule: Rule, what: str, *, where: Location | None, why: str | None = None, remedy: str | None = None
+    ) -> None:
         self.rule = rule
         self.category = rule.category
         self.what = what
@@ -96,8 +108,9 @@ _CLASS_OF_RULE: dict[str, type[GraphSafeError]] = {
 }
 
 
-def error(rule_name: str, what: str, *, where: Location | None = None, why: str | None = None,
-          remedy: str | None = None) -> GraphSafeError:  # fmt: skip
+def error(
+    rule_name: str, what: str, *, where: Location | None = None, why: str | None = None, remedy: str | None = None
+) -> GraphSafeError:
     """Make the typed error of a rule; ``where`` defaults to the caller's own line."""
     r = rule(rule_name)
     cls = _CLASS_OF_RULE.get(r.name, _CLASS_OF_CATEGORY[r.category])

@@ -1,0 +1,244 @@
+"""The two modes that see everything a captured body does.
+
+Requirements
+------------
+1. The function mode sees what never reaches an operator on some devices: ``tolist``, ``numpy``, ``cpu``, ``print``,
+   ``data_ptr``. The dispatch mode sees every operator, in forward and in backward.
+2. The first rule broken raises at the line that breaks it, before the operator runs. An error that the body swallows
+   is kept in ``Watch.broken`` and raised at the end.
+3. The watch holds no tensor: storages are known by weak references.
+4. Without a recorder it costs nothing after the capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphsafe._location import Location, caller
+from graphsafe._operators import OperatorFacts, facts_of, violation, written
+from graphsafe._state import SavedState
+from graphsafe._storage import StorageRef, key_of
+from graphsafe.contract import describe
+from graphsafe.errors import GraphSafeError, error
+
+__all__ = ["Recorder", "Watch"]
+
+_T = torch.Tensor
+_HOST_READS: dict[Any, str] = {
+    _T.tolist: "tolist()",
+    _T.item: "item()",
+    _T.numpy: "numpy()",
+    _T.cpu: "cpu()",
+    _T.__repr__: "printing",
+    _T.__format__: "formatting",
+    _T.__array__: "a numpy conversion",
+    _T.__bool__: "its truth value",
+    _T.__int__: "int()",
+    _T.__float__: "float()",
+    _T.__index__: "use as an index",
+    _T.__complex__: "complex()",
+    _T.__contains__: "the 'in' operator",
+    _T.is_nonzero: "is_nonzero()",
+}
+_RAW_ADDRESS: dict[Any, str] = {_T.data_ptr: "data_ptr()", _T.__dlpack__: "a DLPack export"}
+
+
+class Recorder(Protocol):
+    """What a runtime that records operators itself (the CPU) adds to a watch."""
+
+    def record(
+        self, func: Any, facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Called after each operator with the arguments and the result it had."""
+        ...
+
+
+class Watch:
+    """What one run of a body did: storages it made and wrote, rules it broke.
+
+    ``check``: raise on broken rules (a capture); otherwise only state is followed (a warm-up).
+    ``saved``: where storages about to be written are saved, or None where the run does not execute.
+    ``raw_addresses``: whether work through ``data_ptr`` is recorded by the device (false on a CPU).
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        check: bool,
+        saved: SavedState | None,
+        recorder: Recorder | None = None,
+        generators: Sequence[torch.Generator] = (),
+        raw_addresses: bool = True,
+        copied_inputs: Mapping[int, str] | None = None,
+    ) -> None:
+        self.device = device
+        self.check = check
+        self.saved = saved
+        self.recorder = recorder
+        self.generators = tuple(generators)
+        self.raw_addresses = raw_addresses
+        self.copied_inputs = copied_inputs or {}
+        self.broken: GraphSafeError | None = None
+        self.born: dict[int, tuple[StorageRef, Location | None, str]] = {}
+        self.operators = 0
+
+    def fail(self, rule: str, what: str, **details: Any) -> GraphSafeError:
+        """The error of a rule, remembered in case the body swallows it."""
+        raised = error(rule, what, **details)
+        if self.broken is None:
+            self.broken = raised
+        return raised
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[Watch]:
+        """Watch what this thread, and the backward passes it starts, do inside the block."""
+        with contextlib.ExitStack() as stack:
+            if self.check:
+                stack.enter_context(_no_host_generators(self))
+                stack.enter_context(_FunctionWatch(self))
+            stack.enter_context(_DispatchWatch(self))
+            yield self
+
+    # What the modes call.
+
+    def before(self, func: Any, facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self.check:
+            self._refuse(facts, args, kwargs)
+        for t in written(facts, args, kwargs):
+            self.about_to_write(t)
+        if self.saved is not None:
+            for t in _tensors((args, kwargs)):
+                self.saved.leaf(t)
+
+    def about_to_write(self, t: torch.Tensor) -> None:
+        """A storage is about to be written in place."""
+        key = key_of(t)
+        if self.check and key in self.copied_inputs:
+            raise self.fail(
+                "input-written",
+                f"the body writes its input {self.copied_inputs[key]!r} in place",
+            )
+        if self.saved is not None and (self.saved.births or key not in self.born):
+            self.saved.save(t)
+
+    def after(
+        self, func: Any, facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        self.operators += 1
+        known = {key_of(t) for t in _tensors((args, kwargs))}
+        for t in _tensors(result):
+            key = key_of(t)
+            if key not in known and not (key in self.born and self.born[key][0].alive()):
+                self.born[key] = (StorageRef(t), caller() if self.check else None, f"{facts.name} {describe(t)}")
+        if self.recorder is not None:
+            self.recorder.record(func, facts, args, kwargs, result)
+
+    def _refuse(self, facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        broken = violation(facts, args, kwargs)
+        if broken is not None:
+            rule, how = broken
+            raise self.fail(rule, how)
+        generator = kwargs.get("generator")
+        if facts.random and generator is not None and all(generator is not g for g in self.generators):
+            raise self.fail("unregistered-generator", f"{facts.name} draws from a generator the runtime does not know")
+        target = kwargs.get("device")
+        if target is not None and torch.device(target).type != self.device.type:
+            raise self.fail("other-device", f"{facts.name} works on {target} while {self.device} is captured")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+class _FunctionWatch(TorchFunctionMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _HOST_READS:
+            t = args[0] if args else None
+            raise self._watch.fail("host-read", f"{_HOST_READS[func]} reads {describe(t)} on the host")
+        if func in _RAW_ADDRESS and not self._watch.raw_addresses and not _called_by_triton():
+            raise self._watch.fail(
+                "not-capturable",
+                f"{_RAW_ADDRESS[func]} hands out the raw address of {describe(args[0])}",
+                why="Work done through a raw address on a CPU is not an operator, so it cannot be recorded.",
+            )
+        return func(*args, **kwargs)
+
+
+def _called_by_triton() -> bool:
+    module = str(sys._getframe(2).f_globals.get("__name__", ""))
+    return module.split(".")[0] == "triton"
+
+
+class _DispatchWatch(TorchDispatchMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        facts = facts_of(func)
+        self._watch.before(func, facts, args, kwargs)
+        result = func(*args, **kwargs)
+        self._watch.after(func, facts, args, kwargs, result)
+        return result
+
+
+_SEEDING = ("manual_seed", "seed", "set_rng_state", "get_rng_state", "fork_rng")
+
+
+def _host_generator_functions() -> Iterator[tuple[Any, str, str, str]]:
+    """(module, name, rule, text) of functions that work on generators on the host."""
+    for module in (torch, torch.random):
+        for name in _SEEDING:
+            if hasattr(module, name):
+                yield module, name, "rng-state", f"torch.{name} is called inside a capture"
+    numpy = sys.modules.get("numpy")
+    modules = [random] if numpy is None else [random, numpy.random]
+    for module in modules:
+        for name, function in vars(module).items():
+            owner = getattr(function, "__self__", None)
+            # the module's own generator: its methods are the module's functions
+            if not name.startswith("_") and type(owner).__name__ in ("Random", "RandomState") and callable(function):
+                text = f"{module.__name__}.{name} is called inside a capture"
+                yield module, name, "host-randomness", text
+
+
+@contextlib.contextmanager
+def _no_host_generators(watch: Watch) -> Iterator[None]:
+    """Host work on generators is no operator; the functions that do it are replaced for the time of a capture."""
+
+    def refuse(rule: str, text: str) -> Callable[..., Any]:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            raise watch.fail(rule, text)
+
+        return refused
+
+    originals = [(module, name, getattr(module, name)) for module, name, _, _ in _host_generator_functions()]
+    for module, name, rule, text in list(_host_generator_functions()):
+        setattr(module, name, refuse(rule, text))
+    try:
+        yield
+    finally:
+        for module, name, original in originals:
+            setattr(module, name, original)
