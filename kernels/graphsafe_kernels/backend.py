@@ -1,0 +1,65 @@
+"""Which implementation serves an operator: the PyTorch reference or the Triton kernels.
+
+Requirements
+------------
+1. A CPU tensor is served by the reference, unless ``TRITON_INTERPRET`` is on and the operator has kernels: then the
+   kernels run in Triton's interpreter. A tensor on another device is served by the kernels where the operator has
+   them, else by the reference, which is plain torch and runs on any device.
+2. Every implementation of an operator is a function of the operator's name in the module registered here, and all of
+   them take the same arguments.
+3. A module is imported when it is first needed: importing this package loads neither triton nor a device's adapter.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+__all__ = ["OPERATORS", "REFERENCE", "TRITON", "implementation", "resolve"]
+
+REFERENCE: dict[str, str] = {
+    "build_tables": "graphsafe.metadata",
+    "causal_conv1d": "graphsafe_kernels.reference.conv",
+    "chunk_gated_delta_rule": "graphsafe_kernels.reference.gated_delta_rule",
+    "chunk_kda": "graphsafe_kernels.reference.kda",
+    "fused_kda_gate": "graphsafe_kernels.reference.gate",
+    "fused_recurrent_gated_delta_rule": "graphsafe_kernels.reference.recurrent",
+    "fused_recurrent_kda": "graphsafe_kernels.reference.recurrent",
+    "rms_norm": "graphsafe_kernels.reference.norm",
+}
+"""Operator -> module of its PyTorch reference. Every operator has one."""
+
+TRITON: dict[str, str] = {}
+"""Operator -> module of its Triton implementation, for the operators that have kernels."""
+
+OPERATORS = tuple(REFERENCE)
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def implementation(operator: str, device: torch.device) -> Literal["reference", "triton"]:
+    """The implementation that serves ``operator`` for a tensor on ``device``."""
+    if operator not in REFERENCE:
+        raise KeyError(f"no operator {operator!r}; known: {', '.join(OPERATORS)}")
+    if operator in TRITON and (device.type != "cpu" or _interpreting()):
+        return "triton"
+    return "reference"
+
+
+@functools.cache
+def _load(operator: str, kind: str) -> Callable[..., Any]:
+    module = (TRITON if kind == "triton" else REFERENCE)[operator]
+    function: Callable[..., Any] = getattr(importlib.import_module(module), operator)
+    return function
+
+
+def resolve(operator: str, device: torch.device) -> Callable[..., Any]:
+    """The function that serves ``operator`` for a tensor on ``device``; its module is imported at the first call."""
+    return _load(operator, implementation(operator, device))
