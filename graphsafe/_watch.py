@@ -168,7 +168,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 class _FunctionWatch(TorchFunctionMode):
     def __init__(self, watch: Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -192,7 +192,7 @@ def _called_by_triton() -> bool:
 
 class _DispatchWatch(TorchDispatchMode):
     def __init__(self, watch: Watch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
