@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -89,6 +90,7 @@ class Watch:
         self.copied_inputs = copied_inputs or {}
         self.broken: GraphSafeError | None = None
         self.born: dict[int, tuple[StorageRef, Location | None, str]] = {}
+        self.outside: dict[int, tuple[weakref.ref[torch.Tensor], Location | None, str]] = {}
         self.operators = 0
 
     def fail(self, rule: str, what: str, **details: Any) -> GraphSafeError:
@@ -115,9 +117,11 @@ class Watch:
             self._refuse(facts, args, kwargs)
         for t in written(facts, args, kwargs):
             self.about_to_write(t)
-        if self.saved is not None:
-            for t in _tensors((args, kwargs)):
+        for t in _tensors((args, kwargs)):
+            if self.saved is not None:
                 self.saved.leaf(t)
+            if self.check and (key := key_of(t)) not in self.born and key not in self.outside:
+                self.outside[key] = (weakref.ref(t), caller(), facts.name)
 
     def about_to_write(self, t: torch.Tensor) -> None:
         """A storage is about to be written in place."""

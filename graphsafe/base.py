@@ -187,17 +187,18 @@ class Capture:
         graph, watch = self.graph, self.watch
         if watch.broken is not None:
             return watch.broken
+        self._runtime._end(graph)
         reseeded = self._generators.reseeded()
         if reseeded is not None:
             return error("rng-state", f"the generator on {reseeded.device} was seeded inside the capture")
         if host_random_state() != self._host_random:
             return error("host-randomness", "the body drew from random or numpy.random on the host")
-        self._runtime._end(graph)
         kept = graph.declared or bound_tensors(frame)
         del frame
         gc.collect()
         problem = escaped(watch, kept, graph)
         if problem is None:
+            self._runtime._captured(graph, watch)
             graph.state = "captured"
         return problem
 
@@ -322,11 +323,17 @@ class BaseRuntime:
     def _end(self, graph: Any) -> None:
         raise NotImplementedError
 
+    def _captured(self, graph: Any, watch: Watch) -> None:
+        """The capture kept every rule; ``watch`` knows what the body read and made."""
+
     def _abort(self, graph: Any) -> None:
         raise NotImplementedError
 
     def _explained(self, problem: Exception) -> GraphSafeError | None:
         return None
+
+    def event(self) -> Any:
+        raise NotImplementedError
 
     def synchronize(self) -> None:
         raise NotImplementedError

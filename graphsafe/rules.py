@@ -121,6 +121,13 @@ _ALL = (
         "Move it out of the captured body.",
     ),
     Rule(
+        "GS111",
+        "cold-kernel",
+        "Every kernel is compiled and tuned before a capture.",
+        "Compiling loads code and tuning measures time: neither can be recorded, and the driver breaks the capture.",
+        "Warm up with the same shapes, dtypes and options (runtime.warm_up does), then capture.",
+    ),
+    Rule(
         "GS201",
         "input-rebound",
         "A bound input keeps its storage between capture and replay.",

@@ -25,7 +25,16 @@ from graphsafe.bucket import Bucket
 from graphsafe.errors import error
 from graphsafe.metadata import BoundTables
 
-__all__ = ["ENTRY_POINTS", "CaptureGuard", "Graph", "GraphRuntime", "MemoryFigures", "get_runtime", "known_runtimes"]
+__all__ = [
+    "ENTRY_POINTS",
+    "CaptureGuard",
+    "Event",
+    "Graph",
+    "GraphRuntime",
+    "MemoryFigures",
+    "get_runtime",
+    "known_runtimes",
+]
 
 ENTRY_POINTS = "graphsafe.runtimes"
 _PREFERENCE = ("npu", "cuda", "cpu")
@@ -34,6 +43,15 @@ _INSTALL = {
     "cuda": "pip install 'graphsafe[cuda]' with a CUDA build of torch, on a machine with an NVIDIA GPU",
     "npu": "pip install 'graphsafe[npu]' on a machine with CANN and an Ascend NPU",
 }
+
+
+@runtime_checkable
+class Event(Protocol):
+    """A moment of the device: ``a.record()``, ``b.record()``, then ``a.elapsed_time(b)`` in milliseconds."""
+
+    def record(self) -> None: ...
+
+    def elapsed_time(self, end_event: Any) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -94,6 +112,8 @@ class GraphRuntime(Protocol):
     def guard(self) -> CaptureGuard: ...
 
     def register_generator(self, generator: torch.Generator) -> None: ...
+
+    def event(self) -> Event: ...
 
     def synchronize(self) -> None: ...
 

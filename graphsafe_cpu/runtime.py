@@ -10,6 +10,7 @@ Requirements
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -61,6 +62,22 @@ class CpuGraph(BaseGraph):
         self.tape.clear()
 
 
+class CpuEvent:
+    """A moment of the host clock; a CPU has run everything when a call returns."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def elapsed_time(self, end_event: CpuEvent) -> float:
+        """Milliseconds from this event to ``end_event``; both must be recorded."""
+        if self._at is None or end_event._at is None:
+            raise error("out-of-order", "an event is read that was not recorded")
+        return (end_event._at - self._at) * 1e3
+
+
 class CpuRuntime(BaseRuntime):
     """A CPU with real capture semantics; see :class:`graphsafe.base.BaseRuntime` for what every runtime does."""
 
@@ -91,6 +108,10 @@ class CpuRuntime(BaseRuntime):
 
     def _abort(self, graph: CpuGraph) -> None:
         graph.tape.clear()
+
+    def event(self) -> CpuEvent:
+        """An event of the host clock."""
+        return CpuEvent()
 
     def synchronize(self) -> None:
         """A CPU has run everything when a call returns."""

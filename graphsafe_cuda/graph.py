@@ -1,0 +1,114 @@
+"""CudaGraph: a captured ``torch.cuda.CUDAGraph`` with its figures.
+
+Requirements
+------------
+1. ``launches`` counts the kernels, copies and fills that one replay runs, from the graph itself.
+2. A replay is refused once a tensor that the graph reads from outside has died; checking costs nothing while all live.
+3. ``poison`` fills the graph's pool with NaN, so that leftovers cannot pass for results. Graphs that share the pool
+   lose what they hold there until their next replay.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graphsafe._location import Location
+from graphsafe._storage import StorageRef
+from graphsafe._watch import Watch
+from graphsafe.base import BaseGraph
+from graphsafe.errors import error
+from graphsafe_cuda import compat
+from graphsafe_cuda.driver import fill_bytes, node_kinds
+
+if TYPE_CHECKING:
+    from graphsafe_cuda.runtime import CudaRuntime
+
+__all__ = ["CudaGraph"]
+
+
+class _Outside:
+    """A storage from outside, and who held it at the capture; a death puts it among the suspects."""
+
+    def __init__(self, t: torch.Tensor, where: Location | None, name: str, suspects: list[_Outside]) -> None:
+        self.ref = StorageRef(t)
+        self.shape = tuple(t.shape)
+        self.where = where
+        self.name = name
+        self._owner = weakref.ref(t, lambda _: suspects.append(self))
+
+    def check(self) -> None:
+        what = f"a tensor of shape {list(self.shape)} that the graph reads in {self.name}"
+        if not self.ref.alive():
+            raise error("input-died", f"{what} has died; it was first used at {self.where}")
+        if not self.ref.unchanged():
+            raise error("storage-replaced", f"{what} had its storage exchanged; it was first used at {self.where}")
+
+
+class CudaGraph(BaseGraph):
+    """See the module's requirements; made by ``runtime.capture()``."""
+
+    def __init__(self, runtime: CudaRuntime, pool: Any) -> None:
+        super().__init__(runtime)
+        self.raw = compat.new_graph()
+        self.shared_pool = pool
+        self.kernel_names: list[str] = []
+        self._launches = 0
+        self._outside: dict[int, _Outside] = {}
+        self._suspects: list[_Outside] = []
+
+    def remember_outside(self, watch: Watch) -> None:
+        """Keep weak references to what the body read from outside."""
+        for key, (t_ref, where, name) in watch.outside.items():
+            t = t_ref()
+            if t is not None and key not in watch.born:
+                self._outside[key] = _Outside(t, where, name, self._suspects)
+
+    def finish(self) -> None:
+        """Count the nodes and make the executable graph; called once, after the capture."""
+        raw_graph = getattr(self.raw, "raw_cuda_graph", None)
+        if raw_graph is not None:
+            self._launches = len(node_kinds(int(raw_graph())))
+            self.raw.instantiate()
+        else:
+            self._launches = len(self.kernel_names)
+
+    @property
+    def launches(self) -> int:
+        """Kernels, copies and fills of one replay."""
+        return self._launches
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that the allocator has reserved for the graph's pool; shared pools count once for each graph."""
+        return sum(int(s["total_size"]) for s in self._segments())
+
+    def _segments(self) -> list[Any]:
+        pool = tuple(self.raw.pool())
+        return [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) == pool]
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream; one host call."""
+        self._ready()
+        if self._suspects:
+            for suspect in self._suspects:
+                suspect.check()
+        self.raw.replay()
+
+    def poison(self) -> None:
+        """Fill the pool with NaN."""
+        self._ready()
+        torch.cuda.synchronize(self.runtime.device)
+        for segment in self._segments():
+            fill_bytes(int(segment["address"]), 0xFF, int(segment["total_size"]))
+        torch.cuda.synchronize(self.runtime.device)
+
+    def close(self) -> None:
+        if self.state == "captured":
+            torch.cuda.synchronize(self.runtime.device)
+            self.raw.reset()
+        super().close()
+        self._outside.clear()
+        self._suspects.clear()
