@@ -42,9 +42,9 @@ def make(lengths, taps, seed, width=3, dtype=F64, **present):
     """Operands by name, in the operator's order; an absent one is None."""
     gen = torch.Generator().manual_seed(seed)
     shapes = {"x": (sum(lengths), width), "weight": (width, taps), "bias": (width,),
-              "residual": (sum(lengths), width), "initial_state": (len(lengths), width, taps)}  # fmt: skip
+              "residual": (sum(lengths), width), "initial_state": (len(lengths), width, taps)}
     return {name: torch.randn(shape, generator=gen, dtype=F64).to(dtype) if present.get(name, True) else None
-            for name, shape in shapes.items()}  # fmt: skip
+            for name, shape in shapes.items()}
 
 
 def behind(t, rows, value=NAN):
@@ -74,12 +74,12 @@ def assert_close(a, b, name, atol=1e-10):
 options = st.fixed_dictionaries(
     {"taps": st.integers(1, 8), "bias": st.booleans(), "residual": st.booleans(), "initial_state": st.booleans(),
      "activation": st.sampled_from([None, "silu", "swish"]), "seed": st.integers(0, 10**6)}
-)  # fmt: skip
+)
 
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(options, st.lists(st.integers(0, 11), min_size=1, max_size=5), st.integers(0, 5),
-       st.sampled_from([torch.int32, torch.int64]), st.booleans())  # fmt: skip
+       st.sampled_from([torch.int32, torch.int64]), st.booleans())
 def test_packed_equals_the_loop_with_nan_in_all_padding(option, lengths, padding, index_dtype, use_graph):
     given_ = {k: option[k] for k in ("bias", "residual", "initial_state")}
     operands = make(lengths, option["taps"], option["seed"], **given_)
@@ -88,12 +88,12 @@ def test_packed_equals_the_loop_with_nan_in_all_padding(option, lengths, padding
     gen = torch.Generator().manual_seed(option["seed"] + 1)
     dy, dstate = (torch.randn(t.shape, generator=gen, dtype=F64) for t in (y, state))
     wanted = dict(zip(leaves, torch.autograd.grad((y, state), list(leaves.values()), (dy, dstate), allow_unused=True,
-                                                  materialize_grads=True), strict=True))  # fmt: skip
+                                                  materialize_grads=True), strict=True))
 
     live = sum(lengths)
     cu = boundaries(lengths, index_dtype)
     got_y, got_state, got = run(packed(operands, padding), (behind(dy, padding), dstate), cu_seqlens=cu,
-                                activation=option["activation"], use_graph=use_graph)  # fmt: skip
+                                activation=option["activation"], use_graph=use_graph)
     assert_close(got_y[0, :live], y, "y")
     assert_close(got_state, state, "final_state")
     assert torch.count_nonzero(got_y[0, live:]) == 0
@@ -191,18 +191,19 @@ def test_sequences_do_not_influence_each_other(bad):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("live", [1, 37, 128, 200])
-def test_results_have_the_same_bits_in_every_bucket(dtype, live):
+@pytest.mark.parametrize("live", [1, 5, 37, 200])
+@pytest.mark.parametrize("width", [1, 5])
+def test_results_have_the_same_bits_in_every_bucket(live, width, dtype):
     """Live rows, states and above all dweight and dbias: no bit depends on how much padding follows."""
     lengths = [live // 3, 0, live - live // 3]
-    operands = make(lengths, 4, seed=live, width=5, dtype=dtype)
+    operands = make(lengths, 4, seed=live, width=width, dtype=dtype)
     gen = torch.Generator().manual_seed(live)
-    dy = torch.randn(live, 5, generator=gen).to(dtype)
-    dstate = torch.randn(3, 5, 4, generator=gen).to(dtype)
+    dy = torch.randn(live, width, generator=gen).to(dtype)
+    dstate = torch.randn(3, width, 4, generator=gen).to(dtype)
     first = None
     for padding in (0, 1, 3, 64, 211, 1000):
         y, state, got = run(packed(operands, padding), (behind(dy, padding), dstate), activation="silu",
-                            cu_seqlens=boundaries(lengths))  # fmt: skip
+                            cu_seqlens=boundaries(lengths))
         got["x"], got["residual"] = got["x"][:, :live], got["residual"][:, :live]
         result = {"y": y[:, :live], "state": state, **got}
         first = first or result
@@ -242,9 +243,9 @@ def test_two_halves_with_the_state_handed_on_equal_one_call():
     whole, state = causal_conv1d(**packed(operands, 0), output_final_state=True, cu_seqlens=boundaries([9, 2]))
     x = operands.pop("x")
     _, handed = causal_conv1d(x[[0, 1, 2, 3, 9]][None], **operands, output_final_state=True,
-                              cu_seqlens=boundaries([4, 1]))  # fmt: skip
+                              cu_seqlens=boundaries([4, 1]))
     second, last = causal_conv1d(x[[4, 5, 6, 7, 8, 10]][None], **(operands | {"initial_state": handed}),
-                                 output_final_state=True, cu_seqlens=boundaries([5, 1]))  # fmt: skip
+                                 output_final_state=True, cu_seqlens=boundaries([5, 1]))
     assert torch.equal(second[0], whole[0, [4, 5, 6, 7, 8, 10]])
     assert torch.equal(last, state)
 
@@ -254,10 +255,10 @@ def test_narrow_dtypes_are_within_tolerance_and_keep_their_dtype(dtype):
     operands = make([40, 3, 21], 4, seed=5, dtype=dtype)
     dy, dstate = torch.ones(1, 64, 3), torch.ones(3, 3, 4)
     y, state, got = run(packed(operands, 0), (dy.to(dtype), dstate.to(dtype)), activation="silu",
-                        cu_seqlens=boundaries([40, 3, 21]))  # fmt: skip
+                        cu_seqlens=boundaries([40, 3, 21]))
     wide = {k: v.to(F64) for k, v in operands.items()}
     y64, state64, want = run(packed(wide, 0), (dy.to(F64), dstate.to(F64)), activation="silu",
-                             cu_seqlens=boundaries([40, 3, 21]))  # fmt: skip
+                             cu_seqlens=boundaries([40, 3, 21]))
     tolerance = 1e-4 if dtype == torch.float32 else 5e-3
     for name, t, w in [("y", y, y64), ("state", state, state64), *((k, got[k], want[k]) for k in got)]:
         assert t.dtype == dtype, name
@@ -290,9 +291,10 @@ def test_boundaries_written_to_before_the_backward_are_noticed():
 def test_second_order_gradients_are_refused():
     x = torch.ones(1, 4, 2, requires_grad=True)
     y, _ = causal_conv1d(x, torch.ones(2, 3), activation="silu")
-    (g,) = torch.autograd.grad(y, x, torch.ones_like(y, requires_grad=True), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(GraphSafeError, match="causal_conv1d") as caught:
         g.sum().backward()
+    assert caught.value.rule.name == "unsupported"
 
 
 def test_tables_of_the_bucket_change_no_bit():
@@ -301,8 +303,8 @@ def test_tables_of_the_bucket_change_no_bit():
     cu = boundaries(lengths)
     tables = build_tables(cu, 64, 16)
     y, _ = causal_conv1d(**operands, cu_seqlens=cu, use_graph=True, max_num_seqs=3, chunk_size=16,
-                         chunk_indices=tables.chunk_indices, chunk_offsets=tables.chunk_offsets)  # fmt: skip
-    y2, _ = causal_conv1d(**operands, cu_seqlens=cu, cu_seqlens_cpu=cu)
+                         chunk_indices=tables.chunk_indices, chunk_offsets=tables.chunk_offsets)
+    y2, _ = causal_conv1d(**operands, cu_seqlens=cu)
     assert torch.equal(y, y2)
 
 
@@ -329,17 +331,17 @@ BAD = [
     ("tables", "max_num_seqs is 5", {"cu_seqlens": boundaries([4]), "max_num_seqs": 5}),
     ("tables", "max_num_seqs", {"max_num_seqs": 5}),
     ("tables", "chunk_indices", {"chunk_indices": torch.zeros(1, 2, dtype=torch.int32)}),
-    ("tables", "chunk_offsets is missing", {"cu_seqlens": boundaries([4]), "use_graph": True,
+    ("tables", "chunk_offsets is missing", {"cu_seqlens": boundaries([4]),
                                             "chunk_indices": torch.zeros(1, 2, dtype=torch.int32)}),
-    ("tables", "chunk_indices", {"cu_seqlens": boundaries([4]), "chunk_indices": torch.zeros(1, 3, dtype=torch.int32)}),
     ("tables", "chunk_indices", {"cu_seqlens": boundaries([4]), "chunk_indices": torch.zeros(9, 2, dtype=torch.int32),
                                  "chunk_offsets": torch.zeros(2, dtype=torch.int32)}),
     ("unsupported", "without weight", {"weight": None}),
     ("unsupported", "backend='cuda'", {"backend": "cuda"}),
     ("unsupported", "backend='mix'", {"backend": "mix"}),
+    ("unsupported", "cu_seqlens_cpu", {"cu_seqlens": boundaries([4]), "cu_seqlens_cpu": boundaries([4])}),
     ("unsupported", "cp_context", {"cp_context": object()}),
     ("unsupported", "seq_idx", {"seq_idx": torch.zeros(4)}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("rule", "text", "change"), BAD, ids=[f"{i}-{b[1]}" for i, b in enumerate(BAD)])
@@ -357,4 +359,4 @@ def test_no_warning_is_left_to_the_caller():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(packed(make([2, 3], 4, seed=9), 3), (torch.ones(1, 8, 3, dtype=F64), torch.ones(2, 3, 4, dtype=F64)),
-            cu_seqlens=boundaries([2, 3]))  # fmt: skip
+            cu_seqlens=boundaries([2, 3]))

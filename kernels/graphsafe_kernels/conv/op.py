@@ -4,8 +4,7 @@ Requirements
 ------------
 1. Names, order and defaults of flash-linear-attention 0.6.0, plus the graph arguments.
 2. Everything wrong is refused here, by name, before any launch and without reading the device.
-3. An argument of flash-linear-attention that is not served is refused, never ignored; the one exception is
-   ``cu_seqlens_cpu``, which only saves that library a host read that does not happen here.
+3. An argument of flash-linear-attention that is not served is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 from graphsafe.contract import check_cu_seqlens, check_tensor, resolve_tables
 from graphsafe.errors import error
-from graphsafe_kernels.reference import conv as reference
+from graphsafe_kernels.backend import resolve
 
 __all__ = ["causal_conv1d"]
 
@@ -58,21 +57,21 @@ def causal_conv1d(
     gradient beyond the live total ``cu_seqlens[-1]`` are exactly zero, and what such rows hold changes nothing.
 
     ``use_graph=True`` promises that T, N and the tables are a bucket's, fixed from call to call; ``chunk_indices``
-    and ``chunk_offsets`` are the bucket's tables for ``chunk_size``, built here when omitted. ``cu_seqlens_cpu`` is not
-    needed and not read. Only ``backend='triton'``, the default, is served: this project's own kernels, or on a CPU
-    their reference. First-order gradients; a ``cu_seqlens`` written to before the backward is refused there.
+    and ``chunk_offsets`` are the bucket's tables for ``chunk_size``, built where they are needed when omitted. Only
+    ``backend='triton'``, the default, is served: this project's own kernels, or on a CPU their reference. First-order
+    gradients; a ``cu_seqlens`` written to before the backward is refused there.
 
     Raises :class:`graphsafe.errors.ArgumentError` (GS108) for wrong operands, GS106 for what is not supported,
     GS303 for tables that do not agree, GS302 from the backward for changed boundaries.
     """
-    _refuse_unsupported(weight, backend, cp_context, kwargs)
+    _refuse_unsupported(weight, backend, cu_seqlens_cpu, cp_context, kwargs)
     assert weight is not None
     check_tensor("x", x, dtypes=_DTYPES)
     check_tensor("weight", weight, shape=(None, None), dtypes=_DTYPES, device=x.device)
     width, taps = weight.shape
     if x.dim() < 3 or x.shape[2:].numel() != width:
         raise error("argument", f"x has shape {list(x.shape)}; [B, T, D] with D = {width}, the channels of weight, is "
-                    "needed")  # fmt: skip
+                    "needed")
     if width == 0 or taps == 0:
         raise error("argument", f"weight has shape {list(weight.shape)}; at least one channel and one tap are needed")
     if activation not in _ACTIVATIONS:
@@ -83,51 +82,50 @@ def causal_conv1d(
         check_tensor("residual", residual, shape=tuple(x.shape), dtypes=_DTYPES, device=x.device)
 
     batch, tokens = int(x.shape[0]), int(x.shape[1])
-    sequences = batch
+    tables = None
     if cu_seqlens is not None:
         sequences = check_cu_seqlens(cu_seqlens, batch=batch, device=x.device, max_num_seqs=max_num_seqs)
         if chunk_indices is not None or chunk_offsets is not None:
-            _check_tables(cu_seqlens, tokens, chunk_size, chunk_indices, chunk_offsets, use_graph)
+            tables = resolve_tables(cu_seqlens, tokens=tokens, chunk_size=chunk_size, chunk_indices=chunk_indices,
+                                    chunk_offsets=chunk_offsets)
     else:
-        for name, given in (("max_num_seqs", max_num_seqs), ("chunk_indices", chunk_indices),
-                            ("chunk_offsets", chunk_offsets)):  # fmt: skip
-            if given is not None:
-                raise error("tables", f"{name} was passed without cu_seqlens; a dense batch has no tables")
+        sequences = batch
+        if max_num_seqs is not None and max_num_seqs != batch:
+            raise error("tables", f"max_num_seqs is {max_num_seqs} but a dense batch of {batch} has {batch} sequences")
+        for name, table in (("chunk_indices", chunk_indices), ("chunk_offsets", chunk_offsets)):
+            if table is not None:
+                raise error("tables", f"{name} was passed without cu_seqlens; a dense batch takes no tables")
     if initial_state is not None:
         check_tensor("initial_state", initial_state, shape=(sequences, width, taps), dtypes=_DTYPES, device=x.device)
 
     flat = x if x.dim() == 3 else x.flatten(2)
     flat_residual = residual if residual is None or residual.dim() == 3 else residual.flatten(2)
-    y, final_state = reference.causal_conv1d(
-        flat, weight, bias, flat_residual, initial_state, bool(output_final_state), activation is not None, cu_seqlens
+    y, final_state = resolve("causal_conv1d", x.device)(
+        flat, weight, bias, flat_residual, initial_state, output_final_state=bool(output_final_state),
+        activate=activation is not None, cu_seqlens=cu_seqlens, tables=tables, chunk_size=chunk_size,
+        use_graph=use_graph,
     )
     return y.reshape(x.shape), final_state
 
 
-def _refuse_unsupported(weight: object, backend: str | None, cp_context: object, kwargs: dict[str, Any]) -> None:
+def _refuse_unsupported(weight: object, backend: str | None, cu_seqlens_cpu: object, cp_context: object,
+                        kwargs: dict[str, Any]) -> None:
     if weight is None:
         raise error("unsupported", "causal_conv1d was called without weight", why="A convolution needs its taps.",
-                    remedy="Pass weight [D, W].")  # fmt: skip
+                    remedy="Pass weight [D, W].")
     if backend not in (None, "triton"):
         raise error("unsupported", f"causal_conv1d(backend={backend!r}) is not served",
                     why="There is one set of kernels; other libraries' have neither fixed-capacity tables nor zero "
                         "padding.",
-                    remedy="Leave backend out: the operands' device chooses the implementation.")  # fmt: skip
+                    remedy="Leave backend out: the operands' device chooses the implementation.")
+    if cu_seqlens_cpu is not None:
+        raise error("unsupported", "causal_conv1d(cu_seqlens_cpu=...) is not served",
+                    why="Tables are built on the device from cu_seqlens alone, so a host copy would go unread.",
+                    remedy="Leave cu_seqlens_cpu out: nothing here reads cu_seqlens on the host.")
     if cp_context is not None:
         raise error("unsupported", "causal_conv1d(cp_context=...) is not served",
                     why="Context parallelism exchanges boundaries between ranks, which this operator does not do.",
-                    remedy="Keep each sequence on one rank.")  # fmt: skip
+                    remedy="Keep each sequence on one rank.")
     if kwargs:
         raise error("unsupported", f"causal_conv1d does not know {', '.join(sorted(kwargs))}",
-                    remedy="Leave it out; sequence boundaries are described by cu_seqlens alone.")  # fmt: skip
-
-
-def _check_tables(cu_seqlens: torch.Tensor, tokens: int, chunk_size: int, chunk_indices: torch.Tensor | None,
-                  chunk_offsets: torch.Tensor | None, use_graph: bool) -> None:  # fmt: skip
-    if not use_graph and chunk_offsets is None:
-        # flash-linear-attention's own eager tables: as many rows as the batch has chunks, a size the host cannot check
-        check_tensor("chunk_indices", chunk_indices, shape=(None, 2), dtypes=(torch.int32, torch.int64),
-                     device=cu_seqlens.device, contiguous=True, rule="tables")  # fmt: skip
-        return
-    resolve_tables(cu_seqlens, tokens=tokens, chunk_size=chunk_size, chunk_indices=chunk_indices,
-                   chunk_offsets=chunk_offsets)  # fmt: skip
+                    remedy="Leave it out; sequence boundaries are described by cu_seqlens alone.")

@@ -13,7 +13,7 @@ import torch
 
 from graphsafe.contract import check_cu_seqlens, check_tensor
 from graphsafe.errors import error
-from graphsafe_kernels.reference import norm as reference
+from graphsafe_kernels.backend import resolve
 
 __all__ = ["rms_norm", "rms_norm_gated"]
 
@@ -44,16 +44,16 @@ def rms_norm_gated(
     ``prenorm`` and ``residual_in_fp32``, which are not served, GS302 from the backward for changed boundaries.
     """
     for name, given in (("bias", bias is not None), ("residual", residual is not None), ("prenorm", prenorm),
-                        ("residual_in_fp32", residual_in_fp32)):  # fmt: skip
+                        ("residual_in_fp32", residual_in_fp32)):
         if given:
             raise error("unsupported", f"rms_norm_gated({name}=...) is not served",
                         why="The delta-rule layers have neither a norm bias nor a residual inside the norm.",
-                        remedy=f"Leave {name} out and add it outside.")  # fmt: skip
+                        remedy=f"Leave {name} out and add it outside.")
     if activation not in ACTIVATIONS:
         raise error("argument", f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} is needed")
     _check(x, weight, cu_seqlens)
     check_tensor("g", g, shape=tuple(x.shape), dtypes=_DTYPES, device=x.device)
-    return reference.rms_norm(x, g, weight, activation != "sigmoid", eps, cu_seqlens)
+    return _run(x, g, weight, activation != "sigmoid", eps, cu_seqlens)
 
 
 def rms_norm(
@@ -64,7 +64,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """:func:`rms_norm_gated` without a gate: ``y = x / sqrt(mean(x^2) + eps) * weight``."""
     _check(x, weight, cu_seqlens)
-    return reference.rms_norm(x, None, weight, False, eps, cu_seqlens)
+    return _run(x, None, weight, False, eps, cu_seqlens)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> None:
@@ -75,3 +75,9 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, cu_seqlens: torch.Tenso
         check_tensor("weight", weight, shape=(int(x.shape[-1]),), dtypes=_DTYPES, device=x.device)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, batch=int(x.shape[0]), device=x.device)
+
+
+def _run(x: torch.Tensor, g: torch.Tensor | None, weight: torch.Tensor | None, swish: bool, eps: float,
+         cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    y: torch.Tensor = resolve("rms_norm", x.device)(x, g, weight, swish=swish, eps=eps, cu_seqlens=cu_seqlens)
+    return y

@@ -18,8 +18,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from graphsafe.metadata import ChunkTables
+from graphsafe_kernels.reference.once import first_order_only
 from graphsafe_kernels.reference.rows import SavedBoundaries, compute_dtype, ordered_sum, sigmoid
 
 __all__ = ["causal_conv1d"]
@@ -63,7 +64,7 @@ class _Source:
         self.zero_row = self.table.shape[0] - 1
 
     def gather(self, inside: torch.Tensor, row: torch.Tensor, in_state: torch.Tensor | None = None,
-               sequence: torch.Tensor | None = None, slot: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+               sequence: torch.Tensor | None = None, slot: torch.Tensor | None = None) -> torch.Tensor:
         """Data row ``row`` where ``inside``, else state slot ``slot`` of ``sequence`` where ``in_state``, else zero."""
         index = row.masked_fill(~inside, self.zero_row)
         if self.state_row is not None and in_state is not None:
@@ -140,7 +141,7 @@ class _CausalConv1d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
                 residual: torch.Tensor | None, initial_state: torch.Tensor | None, output_final_state: bool,
-                activate: bool, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+                activate: bool, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, initial_state)
         ctx.boundaries = SavedBoundaries("causal_conv1d", cu_seqlens)
@@ -159,7 +160,7 @@ class _CausalConv1d(torch.autograd.Function):
         return y, _final_state(source, at).to(x.dtype) if output_final_state else None
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("causal_conv1d")
     def backward(ctx: Any, dy: torch.Tensor | None, dht: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, initial_state = ctx.saved_tensors
         need_x, need_weight, need_bias, need_residual, need_state = ctx.needs_input_grad[:5]
@@ -200,12 +201,14 @@ class _CausalConv1d(torch.autograd.Function):
 
 
 def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-                  initial_state: torch.Tensor | None, output_final_state: bool, activate: bool,
-                  cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+                  initial_state: torch.Tensor | None, *, output_final_state: bool, activate: bool,
+                  cu_seqlens: torch.Tensor | None, tables: ChunkTables | None, chunk_size: int,
+                  use_graph: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The convolution on checked operands: x, residual ``[B, T, D]`` -> y ``[B, T, D]``, state ``[N, D, W]`` or None.
 
     ``weight`` ``[D, W]``, ``bias`` ``[D]``, ``initial_state`` ``[N, D, W]``; ``activate`` applies SiLU; B is 1 with
-    ``cu_seqlens`` ``[N + 1]``. Computes in fp32 (fp64 for fp64); y and the state take x's dtype.
+    ``cu_seqlens`` ``[N + 1]``. Computes in fp32 (fp64 for fp64); y and the state take x's dtype. ``tables``,
+    ``chunk_size`` and ``use_graph`` are for kernels: rows are located by ``cu_seqlens``, alike in and out of a graph.
     """
     batch, tokens, width = x.shape
     if cu_seqlens is None:
@@ -213,5 +216,5 @@ def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     rows = x.reshape(batch * tokens, width)
     residual_rows = None if residual is None else residual.reshape(batch * tokens, width)
     y, state = _CausalConv1d.apply(rows, weight, bias, residual_rows, initial_state, output_final_state, activate,
-                                   cu_seqlens)  # fmt: skip
+                                   cu_seqlens)
     return y.reshape(x.shape), state

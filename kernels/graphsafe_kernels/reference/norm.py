@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from graphsafe_kernels.reference.once import first_order_only
 from graphsafe_kernels.reference.rows import SavedBoundaries, compute_dtype, ordered_sum, padding_rows, sigmoid
 
 __all__ = ["rms_norm"]
@@ -37,7 +37,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, g: torch.Tensor | None, weight: torch.Tensor | None, swish: bool,
-                eps: float, cu_seqlens: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+                eps: float, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, g, weight)
         ctx.swish, ctx.eps = swish, eps
         ctx.boundaries = None if cu_seqlens is None else SavedBoundaries("rms_norm", cu_seqlens)
@@ -52,7 +52,7 @@ class _RMSNorm(torch.autograd.Function):
         return _clear(y, _dead(cu_seqlens, x)).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("rms_norm")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, g, weight = ctx.saved_tensors
         need_x, need_g, need_weight = ctx.needs_input_grad[:3]
@@ -83,8 +83,8 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dg, dweight, None, None, None
 
 
-def rms_norm(x: torch.Tensor, g: torch.Tensor | None, weight: torch.Tensor | None, swish: bool, eps: float,
-             cu_seqlens: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+def rms_norm(x: torch.Tensor, g: torch.Tensor | None, weight: torch.Tensor | None, *, swish: bool,
+             eps: float, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     """The norm on checked operands: ``[B, T, ..., D] -> [B, T, ..., D]`` in x's dtype; B is 1 with ``cu_seqlens``."""
     y: torch.Tensor = _RMSNorm.apply(x, g, weight, swish, eps, cu_seqlens)
     return y
