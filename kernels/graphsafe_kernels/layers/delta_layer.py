@@ -1,0 +1,202 @@
+"""What both delta-rule layers share: heads, state, batch layout and the flow of a call.
+
+Requirements
+------------
+1. Call and return as in flash-linear-attention 0.6.0, so that a model can switch by an import: ``forward`` returns the
+   tuple ``(output, None, past_key_values)``.
+2. In and out of a graph the same operators run on the same rows. Padding rows of the output and of every gradient are
+   exactly zero, and what padding holds reaches no result.
+3. One set of tables serves all operators of a layer, and all layers when the caller passes it.
+4. States go in and out as values (``LayerState``), or through a cache object outside graphs.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphsafe.errors import error
+from graphsafe.metadata import ChunkTables
+from graphsafe_kernels.layers.batch import Batch
+from graphsafe_kernels.layers.short_convolution import ShortConvolution
+from graphsafe_kernels.layers.state import LayerState, read_state, write_state
+
+__all__ = ["DeltaLayer", "inverse_softplus_steps", "without_weight_decay"]
+
+_MODES = ("chunk", "fused_recurrent")
+_SHORT = 64
+"""Up to so many tokens inference runs token by token."""
+
+
+def inverse_softplus_steps(size: int) -> torch.Tensor:
+    """Initial ``dt_bias`` ``[size]``, fp32: softplus of it is log-uniform in [1e-3, 0.1], at least 1e-4."""
+    steps = torch.exp(torch.rand(size, dtype=torch.float32) * (math.log(0.1) - math.log(0.001)) + math.log(0.001))
+    steps = steps.clamp(min=1e-4)
+    return steps + torch.log(-torch.expm1(-steps))
+
+
+def without_weight_decay(values: torch.Tensor) -> nn.Parameter:
+    """A parameter marked ``_no_weight_decay``, which optimizers' parameter grouping looks for."""
+    parameter = nn.Parameter(values)
+    parameter._no_weight_decay = True  # type: ignore[attr-defined]
+    return parameter
+
+
+class DeltaLayer(nn.Module, ABC):
+    """Base of :class:`GatedDeltaNet` and :class:`KimiDeltaAttention`: everything but projections, gate and operator."""
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+
+    def __init__(self, *, hidden_size: int, expand_v: float, head_dim: int, num_heads: int, num_v_heads: int | None,
+                 mode: str, use_short_conv: bool, allow_neg_eigval: bool, conv_size: int, conv_bias: bool,
+                 layer_idx: int | None, unknown: dict[str, Any]) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if unknown:
+            raise error("unsupported", f"{name} does not know {', '.join(sorted(unknown))}",
+                        remedy="Leave it out; the documented arguments are all there are.")
+        if mode not in _MODES:
+            raise error("argument", f"{name}(mode={mode!r}); one of {', '.join(_MODES)} is needed")
+        value_heads = num_heads if num_v_heads is None else num_v_heads
+        if value_heads % num_heads:
+            raise error("argument", f"{name}(num_heads={num_heads}, num_v_heads={num_v_heads}); a multiple of "
+                        "num_heads is needed")
+        head_v_dim = int(head_dim * expand_v)
+        if not math.isclose(head_dim * expand_v, head_v_dim, rel_tol=1e-5):
+            raise error("argument", f"{name}(head_dim={head_dim}, expand_v={expand_v}): a head's value width would be "
+                        f"{head_dim * expand_v}; a whole number is needed")
+        self.hidden_size = hidden_size
+        self.expand_v = expand_v
+        self.head_dim = head_dim
+        self.num_heads = num_heads
+        self.num_v_heads = value_heads
+        self.head_k_dim = head_dim
+        self.head_v_dim = head_v_dim
+        self.key_dim = num_heads * head_dim
+        self.value_dim = value_heads * head_v_dim
+        self.mode = mode
+        self.use_short_conv = use_short_conv
+        self.allow_neg_eigval = allow_neg_eigval
+        self.conv_size = conv_size
+        self.conv_bias = conv_bias
+        self.layer_idx = layer_idx
+
+    def _make_convolutions(self) -> None:
+        if self.use_short_conv:
+            for name, width in (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim)):
+                self.add_module(f"{name}_conv1d", ShortConvolution(width, self.conv_size, bias=self.conv_bias))
+
+    def zero_state(self, sequences: int) -> LayerState:
+        """The state before the first token of ``sequences`` sequences: zeros on the parameters' device."""
+        weight = self.o_proj.weight
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        recurrent = weight.new_zeros(sequences, self.num_v_heads, self.head_v_dim, self.head_k_dim, dtype=dtype)
+        if not self.use_short_conv:
+            return LayerState(recurrent, None)
+        q, k, v = (weight.new_zeros(sequences, d, self.conv_size) for d in (self.key_dim, self.key_dim, self.value_dim))
+        return LayerState(recurrent, (q, k, v))
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
+                past_key_values: Any = None, use_cache: bool | None = False, output_attentions: bool | None = False,
+                *, cu_seqlens: torch.Tensor | None = None, tables: ChunkTables | None = None, use_graph: bool = False,
+                **kwargs: Any) -> tuple[torch.Tensor, None, Any]:
+        """Run the layer on a dense batch, a packed batch, or a batch padded under an attention mask.
+
+        ``hidden_states``: ``[B, T, hidden_size]``. Packed: B = 1, ``cu_seqlens`` ``[N + 1]``; rows beyond its last
+        entry are padding, and are zero in the output and in the gradient. ``tables``: the batch's
+        :class:`graphsafe.ChunkTables`, built here when omitted; alone it brings ``cu_seqlens`` too.
+        ``attention_mask``: ``[B, at least T]``, nonzero for tokens to keep; ignored when ``cu_seqlens`` is given.
+        ``past_key_values``: a :class:`LayerState` (N sequences), a flash-linear-attention cache, or None for zeros.
+
+        Returns ``(output, None, state)``, as that library does: ``output`` ``[B, T, hidden_size]``; the second place is
+        for attention weights, which do not exist; ``state`` is the cache that was passed, or else the new
+        :class:`LayerState` if ``use_cache``, else None. A cache is updated only if ``use_cache``.
+
+        ``use_graph=True`` promises shapes that are fixed from call to call and serves it by the chunk operators;
+        GS106 refuses what a graph cannot hold: a mask without ``cu_seqlens``, a cache object, ``mode=
+        'fused_recurrent'`` and keywords the layer does not know, which outside graphs are ignored. Without autograd
+        and in eval mode, up to 64 tokens are computed by the recurrent operator outside graphs.
+        """
+        if hidden_states.dim() != 3 or hidden_states.shape[2] != self.hidden_size:
+            raise error("argument", f"hidden_states has shape {list(hidden_states.shape)}; [B, T, {self.hidden_size}] "
+                        "is needed")
+        if output_attentions:
+            raise error("unsupported", "output_attentions=True", why="A delta-rule layer has no attention weights.",
+                        remedy="Leave output_attentions out.")
+        if use_graph and kwargs:
+            raise error("unsupported", f"{type(self).__name__} does not know {', '.join(sorted(kwargs))}",
+                        remedy="Leave it out of a call with use_graph=True.")
+        tokens = int(hidden_states.shape[1])
+        chunked = self._runs_in_chunks(tokens, use_graph)
+        state = read_state(past_key_values, self.layer_idx, use_graph=use_graph)
+        batch = Batch.of(hidden_states, attention_mask, cu_seqlens, tables, use_graph, chunked)
+        x = batch.enter(hidden_states)
+        q, k, v, conv_state = self._convolve(x, state, batch, bool(use_cache))
+        arguments: dict[str, Any] = {
+            "q": q.unflatten(-1, (-1, self.head_k_dim)),
+            "k": k.unflatten(-1, (-1, self.head_k_dim)),
+            "v": v.unflatten(-1, (-1, self.head_v_dim)),
+            "beta": self.b_proj(x),
+            "initial_state": None if state is None else state.recurrent_state,
+            "output_final_state": bool(use_cache),
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": self.allow_neg_eigval,
+            "state_v_first": True,
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            **(batch.operator_arguments() if chunked else {"cu_seqlens": batch.cu_seqlens}),
+        }
+        o, recurrent_state = self._delta_rule(x, chunked, arguments)
+        output = batch.leave(self.o_proj(self._normalise(o, x, batch.cu_seqlens).flatten(-2)))
+        new_state = LayerState(recurrent_state, conv_state) if use_cache else None
+        return output, None, write_state(past_key_values, self.layer_idx, new_state, tokens)
+
+    def _runs_in_chunks(self, tokens: int, use_graph: bool) -> bool:
+        if torch.is_grad_enabled():
+            return True
+        if self.mode == "chunk":
+            return use_graph or self.training or tokens > _SHORT
+        if use_graph or self.training:
+            raise error("unsupported", f"{type(self).__name__}(mode='fused_recurrent') "
+                        f"{'with use_graph=True' if use_graph else 'in training mode'}",
+                        why="The recurrent operator takes no tables and serves inference alone.",
+                        remedy="Construct the layer with mode='chunk'.")
+        return False
+
+    def _convolve(self, x: torch.Tensor, state: LayerState | None, batch: Batch, output_final_state: bool) -> tuple[
+            torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        """Project, convolve and activate: q, k ``[B, T, key_dim]``, v ``[B, T, value_dim]``, and the new states."""
+        projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        if not self.use_short_conv:
+            q, k, v = (F.silu(p) for p in projected)
+            return q, k, v, None
+        before = (None, None, None) if state is None else state.conv_state
+        if before is None:
+            raise error("argument", "the state passed has no conv_state, but the layer has short convolutions",
+                        remedy="Pass the state that this layer returned, or layer.zero_state(sequences).")
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        results = [
+            convolution(p, initial_state=s, output_final_state=output_final_state, **batch.operator_arguments())
+            for convolution, p, s in zip(convolutions, projected, before, strict=True)
+        ]
+        (q, k, v), states = zip(*results, strict=True)
+        return q, k, v, states if output_final_state else None
+
+    @abstractmethod
+    def _delta_rule(self, x: torch.Tensor, chunked: bool,
+                    arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """o ``[B, T, HV, V]`` and the final state ``[N, HV, V, K]`` or None."""
+
+    @abstractmethod
+    def _normalise(self, o: torch.Tensor, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """The norm over each head of o ``[B, T, HV, V]``, gated by a projection of x."""
