@@ -1,0 +1,66 @@
+"""Where a slot's rows are, and the clearing of padding rows: pieces that every kernel over slots shares.
+
+Requirements
+------------
+1. A slot is located by its table row alone (packed) or by its number alone (dense, every sequence T rows long).
+2. Padding rows are cleared exactly once: the sentinel slots clear whole blocks of BT rows, counted from the first block
+   that holds no live row; the last live slot clears the rest of the last live block.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def clear_rows(pointer, first, end, stride, column, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write zero to rows [first, min(end, first + ROWS)), columns [column, min(COLUMNS, column + BLOCK)) of a tensor
+    whose rows are ``stride`` apart."""
+    r = first + tl.arange(0, ROWS)
+    c = column + tl.arange(0, BLOCK)
+    at = pointer + r.to(tl.int64)[:, None] * stride + c[None, :]
+    mask = (r < end)[:, None] & (c < COLUMNS)[None, :]
+    tl.store(at, tl.zeros([ROWS, BLOCK], tl.float32).to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def padding_rows(slot, cu_seqlens, chunk_offsets, T, N, SENTINEL: tl.constexpr, BT: tl.constexpr):
+    """(first, end) of the padding rows that this slot clears; empty for live slots other than the last one."""
+    live = tl.load(cu_seqlens + N).to(tl.int32)
+    slots = tl.load(chunk_offsets + N).to(tl.int32)
+    boundary = tl.minimum(tl.cdiv(live, BT) * BT, T)
+    if SENTINEL:
+        first = tl.minimum(boundary + (slot - slots) * BT, T)
+        end = tl.minimum(first + BT, T)
+    else:
+        first = live
+        end = tl.where(slot + 1 == slots, boundary, live)
+    return first, end
+
+
+@triton.jit
+def locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED: tl.constexpr, BT: tl.constexpr):
+    """(first row as int64, valid rows) of a live slot."""
+    if PACKED:
+        n = tl.load(chunk_indices + 2 * slot.to(tl.int64)).to(tl.int64)
+        c = tl.load(chunk_indices + 2 * slot.to(tl.int64) + 1).to(tl.int32)
+        start = tl.load(cu_seqlens + n).to(tl.int64)
+        length = (tl.load(cu_seqlens + n + 1).to(tl.int64) - start).to(tl.int32)
+    else:
+        c = slot % NT
+        start = (slot // NT).to(tl.int64) * T
+        length = T
+    return start + c * BT, tl.minimum(length - c * BT, BT)
+
+
+@triton.jit
+def locate_sequence(n, cu_seqlens, chunk_offsets, T, NT, PACKED: tl.constexpr):
+    """(first row as int64, rows, first slot) of a sequence."""
+    if PACKED:
+        start = tl.load(cu_seqlens + n).to(tl.int64)
+        length = (tl.load(cu_seqlens + n + 1).to(tl.int64) - start).to(tl.int32)
+        slot = tl.load(chunk_offsets + n).to(tl.int32)
+    else:
+        start = n.to(tl.int64) * T
+        length = T
+        slot = n * NT
+    return start, length, slot

@@ -1,0 +1,102 @@
+"""Tile sizes, warps, stages and dot precision of the gated delta rule's kernels, by device, dtype and shape.
+
+Requirements
+------------
+1. One table; kernels hold no device's numbers. A choice depends on the device and on the bucket's sizes alone.
+2. Every configuration named here compiles for the devices it is named for (checked without a device).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from graphsafe_kernels.gdn.launch import Problem
+
+__all__ = ["Configuration", "configuration", "device_capability"]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The choices for one call. Blocks are powers of two of at least 16."""
+
+    key_block: int
+    chain_block: int
+    chain_warps: int
+    chain_stages: int
+    reverse_block: int
+    reverse_warps: int
+    reverse_stages: int
+    state_stages: int
+    prepare_block: int
+    prepare_warps: int
+    clear_block: int
+    gradient_key_block: int
+    gradient_value_block: int
+    gradient_warps: int
+    gradient_stages: int
+    finish_rows: int
+    precision: str
+    half_inverse: bool
+    tiles: bool
+
+
+def _power(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def device_capability(device: torch.device) -> int:
+    """80, 90, 100, ... for a CUDA device; 0 for any other."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def configuration(problem: Problem, device: torch.device, dtype: torch.dtype) -> Configuration:
+    """The configuration of a call."""
+    return choose(problem, device_capability(device), dtype)
+
+
+def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configuration:
+    """The configuration for a device of ``capability`` (see :func:`device_capability`)."""
+    wide = dtype == torch.float32
+    key = _power(problem.key_width)
+    value = _power(problem.value_width)
+    programs = problem.sequences * problem.value_heads
+    # Descriptors read whole tiles only, and rows of a multiple of 16 bytes.
+    tiles = (
+        capability >= 90
+        and not wide
+        and key == problem.key_width <= 128
+        and problem.value_width % 64 == 0
+        and problem.chunk_size == 64
+    )
+    small = wide or key > 128
+    chain_block = min(value, 32 if small else 64)
+    # Three stages hide the latency of a single long chain; two let two programs share a multiprocessor.
+    stages = 1 if small else (3 if programs <= 264 and tiles else 2)
+    return Configuration(
+        key_block=key,
+        chain_block=chain_block,
+        chain_warps=4,
+        chain_stages=stages,
+        reverse_block=chain_block,
+        reverse_warps=4,
+        reverse_stages=stages,
+        state_stages=stages,
+        prepare_block=min(key, 128 if not wide else 64),
+        prepare_warps=4 if problem.chunk_size >= 32 else 2,
+        clear_block=min(value, 128),
+        gradient_key_block=min(key, 32),
+        gradient_value_block=min(value, 128),
+        gradient_warps=4,
+        gradient_stages=1 if wide else 2,
+        finish_rows=16,
+        precision="tf32x3" if capability else "ieee",
+        half_inverse=not wide,
+        tiles=tiles,
+    )

@@ -1,0 +1,110 @@
+"""Preparation of a chunk for the gated delta rule: everything that needs no state, in one launch.
+
+Per slot and value head, with G the inclusive sum of the log gates (base 2) inside the chunk, b = beta, and r the
+inverse norms of q and k (1 without l2norm):
+
+    correction  N = -(I + C diag(b))^-1 C,  C_ij = r_ki r_kj <k_i, k_j> 2^(G_i - G_j) for i > j
+    scores      P_ij = scale r_qi r_kj <q_i, k_j> 2^(G_i - G_j) for i >= j
+    vectors     a = r_k 2^G,  b,  c = scale r_q 2^G,  d = r_k 2^(G_last - G),  G,  r_k,  r_q
+    decay       2^G_last
+
+Requirements
+------------
+1. Normalised q and k are never formed: the norms are row factors of products.
+2. Rows beyond a sequence's end are masked as they are loaded; their rows and columns of N and P, and their b, are zero.
+3. The gate enters as 2^(G_i - G_j) with i >= j only, before the triangular system is solved, so that strong gates make
+   it easier and never overflow.
+4. A sentinel slot reads no operand and clears its share of the padding rows of the output.
+"""
+
+import triton
+import triton.language as tl
+
+from graphsafe_kernels.delta.gate_kernels import LOG2E, activated_beta, log_gate
+from graphsafe_kernels.delta.inverse_kernels import correction_tile
+from graphsafe_kernels.delta.row_kernels import clear_rows, locate_slot, padding_rows
+
+LOWEST: tl.constexpr = tl.constexpr(-160.0)
+"""A gate of 2^-160 is zero in fp32; bounding it there changes no product and keeps the sums G exact enough."""
+VECTORS: tl.constexpr = tl.constexpr(7)
+"""Rows of ``vectors``: a, b, c, d, G, r_k, r_q."""
+
+
+@triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
+def prepare_kernel(
+    q, k, g, beta, A_log, dt_bias, correction, scores, vectors, decay, o, cu_seqlens, chunk_indices, chunk_offsets,
+    scale, T, N, NT,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr, FACTOR: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per slot and value head, heads fastest. q, k ``[tokens, H, K]``; g, beta ``[tokens, HV]``;
+    A_log, dt_bias ``[HV]``; correction, scores ``[slots, HV, BT, BT]``; vectors ``[slots, HV, 7, BT]`` fp32;
+    decay ``[slots, HV]`` fp32; o ``[tokens, HV, V]`` (padding rows are cleared). INVERSE: fp16, fp32."""
+    pid = tl.program_id(0)
+    slot = pid // HV
+    hv = pid % HV
+    if PACKED:
+        if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
+            first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
+            for column in tl.static_range(0, V, BV):
+                clear_rows(o + hv * V, first, end, HV * V, column, V, BT, BV)
+            return
+    row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
+    hq = hv // (HV // H)
+    i = tl.arange(0, BT)
+    m = i < rows
+    low = i[:, None] >= i[None, :]
+    gate = tl.load(g + (row + i) * HV + hv, mask=m, other=0.0).to(tl.float32)
+    b = tl.load(beta + (row + i) * HV + hv, mask=m, other=0.0)
+    QK = tl.zeros([BT, BT], tl.float32)
+    KK = tl.zeros([BT, BT], tl.float32)
+    qq = tl.zeros([BT], tl.float32)
+    base = (row + i)[:, None] * (H * K) + hq * K
+    for column in tl.static_range(0, K, BK):
+        j = column + tl.arange(0, BK)
+        mask = m[:, None] & (j < K)[None, :]
+        kt = tl.load(k + base + j[None, :], mask=mask, other=0.0)
+        qt = tl.load(q + base + j[None, :], mask=mask, other=0.0)
+        QK = tl.dot(qt, tl.trans(kt), QK, input_precision=PRECISION)
+        KK = tl.dot(kt, tl.trans(kt), KK, input_precision=PRECISION)
+        if L2NORM:
+            qf = qt.to(tl.float32)
+            qq += tl.sum(qf * qf, 1)
+    if L2NORM:
+        rk = tl.rsqrt(tl.sum(tl.where(i[:, None] == i[None, :], KK, 0.0), 1) + 1e-6)
+        rq = tl.rsqrt(qq + 1e-6)
+    else:
+        rk = tl.full([BT], 1.0, tl.float32)
+        rq = tl.full([BT], 1.0, tl.float32)
+    b = tl.where(m, activated_beta(b, SIGMOID, FACTOR), 0.0)
+    gate = tl.where(m, log_gate(gate, A_log, dt_bias, hv, GATE, BIAS) * LOG2E, 0.0)
+    gate = tl.where(gate < LOWEST, LOWEST, gate)
+    G = tl.cumsum(gate, 0)
+    last = tl.sum(gate, 0)
+    at = slot.to(tl.int64) * HV + hv
+    tile = at * (BT * BT) + i[:, None] * BT + i[None, :]
+    between = tl.exp2(tl.where(low, G[:, None] - G[None, :], -float("inf")))
+    P = QK * between * (rq * scale)[:, None] * rk[None, :]
+    tl.store(scores + tile, P.to(scores.dtype.element_ty))
+    C = KK * between * rk[:, None] * rk[None, :]
+    if INVERSE == "fp16":
+        X = correction_tile(C, b, BT, tl.float16, PRECISION)
+    else:
+        X = correction_tile(C, b, BT, tl.float32, PRECISION)
+    tl.store(correction + tile, X.to(correction.dtype.element_ty))
+    grown = tl.exp2(G)
+    vec = vectors + at * (VECTORS * BT) + i
+    tl.store(vec, grown * rk)
+    tl.store(vec + BT, b)
+    tl.store(vec + 2 * BT, grown * rq * scale)
+    tl.store(vec + 3 * BT, tl.exp2(last - G) * rk)
+    tl.store(vec + 4 * BT, G)
+    tl.store(vec + 5 * BT, rk)
+    tl.store(vec + 6 * BT, rq)
+    tl.store(decay + at, tl.exp2(last))
+    if PACKED:
+        first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
+        if first < end:
+            for column in tl.static_range(0, V, BV):
+                clear_rows(o + hv * V, first, end, HV * V, column, V, BT, BV)
