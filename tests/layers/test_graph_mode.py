@@ -55,7 +55,7 @@ def test_fla_752_770_graph_mode_reads_nothing_on_the_host(case, training):
     x = torch.empty(1, 96, HIDDEN, dtype=torch.float64, device="meta")
     result = run(layer, x, x, layer.zero_state(3), layer.zero_state(3), cu_seqlens=cu, use_graph=True)
     assert result["output"].shape == x.shape
-    with pytest.raises((RuntimeError, NotImplementedError), match="[Mm]eta"):
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"[Mm]eta"):
         layer(x, attention_mask=torch.empty(1, 96, dtype=torch.int32, device="meta"))
 
 

@@ -1,0 +1,84 @@
+"""A layer is section 4 of the mathematics: written out here token by token, with gradients by autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphsafe_kernels.layers import GatedDeltaNet, LayerState
+from layer_cases import CASES, HIDDEN, assert_close, make_layer, randn, random_state, run, tensors, with_tensors
+
+
+def convolve(layer, name, projected, state):
+    """SiLU of the short convolution of ``projected`` [T, D] after ``state`` [D, W], and the new state."""
+    if not layer.use_short_conv:
+        return F.silu(projected), None
+    convolution = getattr(layer, f"{name}_conv1d")
+    history = torch.cat([state.T, projected])
+    taps = convolution.weight.shape[2]
+    z = torch.stack([(history[t + 1 : t + 1 + taps] * convolution.weight[:, 0].T).sum(0)
+                     for t in range(projected.shape[0])])
+    return F.silu(z if convolution.bias is None else z + convolution.bias), history[-taps:].T
+
+
+def unit(x):
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def gates(layer, x):
+    """The log decay [T, HV, K] (one value per head repeated over K for GatedDeltaNet) and the output gate's factor."""
+    heads, width = layer.num_v_heads, layer.head_k_dim
+    scale = layer.A_log.exp()[:, None]
+    if isinstance(layer, GatedDeltaNet):
+        g = -scale * F.softplus(layer.a_proj(x) + layer.dt_bias)[..., None]
+        g = g.expand(-1, heads, width)
+    else:
+        z = layer.f_proj(x).unflatten(-1, (heads, width)) + layer.dt_bias.view(heads, width)
+        g = -scale * F.softplus(z) if layer.lower_bound is None else layer.lower_bound * torch.sigmoid(scale * z)
+    if not getattr(layer, "use_gate", True):
+        return g, 1
+    z = layer.g_proj(x).unflatten(-1, (heads, layer.head_v_dim))
+    return g, F.silu(z) if layer.o_norm.activation == "swish" else torch.sigmoid(z)
+
+
+def by_hand(layer, x, state):
+    """One sequence x [T, hidden] from a state without a sequence dimension: the output and the new state."""
+    conv = state.conv_state or (None,) * 3
+    (q, cq), (k, ck), (v, cv) = (convolve(layer, n, p(x), s) for n, p, s in zip(
+        "qkv", (layer.q_proj, layer.k_proj, layer.v_proj), conv, strict=True))
+    q, k = (unit(t.unflatten(-1, (-1, layer.head_k_dim))) for t in (q, k))
+    v = v.unflatten(-1, (-1, layer.head_v_dim))
+    g, factor = gates(layer, x)
+    beta = (2 if layer.allow_neg_eigval else 1) * torch.sigmoid(layer.b_proj(x))
+    shared = layer.num_v_heads // layer.num_heads
+    outputs, states = [], []
+    for h in range(layer.num_v_heads):
+        s, o = state.recurrent_state[h].T, []
+        for t in range(x.shape[0]):
+            key, query = k[t, h // shared], q[t, h // shared]
+            s = g[t, h].exp()[:, None] * s
+            s = s + beta[t, h] * torch.outer(key, v[t, h] - s.T @ key)
+            o.append(layer.head_k_dim**-0.5 * s.T @ query)
+        outputs.append(torch.stack(o))
+        states.append(s.T)
+    o = torch.stack(outputs, 1)
+    o = o / torch.sqrt((o * o).mean(-1, keepdim=True) + layer.o_norm.eps) * layer.o_norm.weight * factor
+    return layer.o_proj(o.flatten(1)), LayerState(torch.stack(states), (cq, ck, cv) if layer.use_short_conv else None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_computes_section_4(case):
+    layer = make_layer(case)
+    x, dy = randn(2, 9, HIDDEN), randn(2, 9, HIDDEN, seed=1)
+    state, dstate = random_state(layer, 2), random_state(layer, 2, 20)
+    got = run(layer, x, dy, state, dstate)
+
+    leaf, start = x.requires_grad_(), with_tensors(state, [t.requires_grad_() for t in tensors(state)])
+    results = [by_hand(layer, leaf[n], with_tensors(start, [t[n] for t in tensors(start)])) for n in range(2)]
+    output = torch.stack([o for o, _ in results])
+    new = [torch.stack(pair) for pair in zip(*(tensors(s) for _, s in results), strict=True)]
+    inputs = {"x": leaf, **{f"state {i}": t for i, t in enumerate(tensors(start))}, **dict(layer.named_parameters())}
+    grads = torch.autograd.grad([output, *new], list(inputs.values()), [dy, *tensors(dstate)])
+    want = {"output": output.detach(), **{f"new state {i}": t.detach() for i, t in enumerate(new)},
+            **{f"gradient of {name}": g for name, g in zip(inputs, grads, strict=True)}}
+    assert_close(got, want)
