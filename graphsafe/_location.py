@@ -4,7 +4,7 @@ Requirements
 ------------
 1. The frame reported is the innermost one that belongs neither to this project's machinery nor to torch, triton,
    or the standard library's wrappers (``contextlib``, ``functools``).
-2. ``graphsafe.testing`` and ``graphsafe.cli`` count as callers: the bodies they capture are user code.
+2. ``graphsafe.testing``, ``.cli``, ``.demo`` and ``.bench`` count as callers: the bodies they capture are user code.
 3. Finding a location never raises and holds no reference to a frame.
 """
 
@@ -28,7 +28,7 @@ _INTERNAL_PACKAGES = (
     "torch_npu",
     "triton",
 )
-_CALLER_PACKAGES = ("graphsafe.testing", "graphsafe.cli")
+_CALLER_PACKAGES = ("graphsafe.testing", "graphsafe.cli", "graphsafe.demo", "graphsafe.bench")
 _STDLIB_WRAPPERS = ("contextlib", "functools", "threading", "dataclasses", "typing", "importlib", "runpy", "abc")
 
 

@@ -32,6 +32,7 @@ from graphsafe.bucket import Bucket
 from graphsafe.errors import error
 from graphsafe.inputs import Call, Input, InputPlan, bind_call, static_key
 from graphsafe.outputs import OutputPlan
+from graphsafe.pricing import Price
 from graphsafe.runtime import get_runtime
 from graphsafe.stats import CaptureFigures, Stats
 from graphsafe.tree import map_leaves
@@ -138,9 +139,9 @@ class GraphedCallable:
         self._update(entry, call)
         return verify_replay(self.runtime, entry.graph, entry.body, entry.result)
 
-    def price(self) -> int:
-        """Bytes of static memory of the buckets prepared so far, as priced before their allocation."""
-        return sum(e.arena.price().bytes for e in self._entries.values())
+    def price(self) -> Price:
+        """Static memory of the buckets prepared so far."""
+        return Price(tuple(line for e in self._entries.values() for line in e.arena.price().lines))
 
     def close(self) -> None:
         """Give all graphs and arenas back."""

@@ -118,8 +118,8 @@ class TrainStep:
         return self._graphed.stats
 
     def price(self) -> Price:
-        """Bytes of the gradients, as priced before their allocation."""
-        return self.gradients.price()
+        """Bytes of static memory, gradients first: what is held once the step's bucket is prepared."""
+        return Price(self.gradients.price().lines + self._graphed.price().lines)
 
     def close(self) -> None:
         """Give graph and memory back; gradients become None."""

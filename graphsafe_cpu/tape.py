@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphsafe._location import caller
 from graphsafe._operators import OperatorFacts
@@ -188,8 +189,8 @@ class Tape:
         return sum(t.untyped_storage().nbytes() for t in self._pool.values())
 
     def replay(self) -> None:
-        """Check everything that lies outside, then run the nodes in order."""
-        with torch.no_grad():
+        """Check everything that lies outside, then run the nodes in order, unseen by the caller's modes."""
+        with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
             outside = [place.tensor() for place in self._outside]
             for node in self._nodes:
                 node.run(outside)
