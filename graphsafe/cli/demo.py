@@ -59,8 +59,8 @@ def _print(figures: DemoFigures) -> None:
     console.print(_summary(figures))
     if figures.device == "cpu":
         console.print(
-            "A CPU replays the recorded operators one by one, so these times cannot show what a graph saves: on a device "
-            "the replay is one launch, and the host calls above go away. Losses, host calls and bytes are exact here.",
+            "A CPU replays the recorded operators one by one, so these times cannot show what a graph saves: on a "
+            "device a replay is one launch, and the host calls go away. Losses, host calls and bytes are exact.",
             style="dim",
         )
 
