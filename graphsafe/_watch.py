@@ -152,11 +152,16 @@ class Watch:
             rule, how = broken
             raise self.fail(rule, how)
         generator = kwargs.get("generator")
-        if facts.random and generator is not None and all(generator is not g for g in self.generators):
+        if facts.random and generator is not None and not any(_same_generator(generator, g) for g in self.generators):
             raise self.fail("unregistered-generator", f"{facts.name} draws from a generator the runtime does not know")
         target = kwargs.get("device")
         if target is not None and torch.device(target).type != self.device.type:
             raise self.fail("other-device", f"{facts.name} works on {target} while {self.device} is captured")
+
+
+def _same_generator(a: Any, b: Any) -> bool:
+    """An operator receives a new Python object for a generator: the C++ object is its identity."""
+    return bool(a._cdata == b._cdata)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -208,7 +213,7 @@ class _DispatchWatch(TorchDispatchMode):
         return result
 
 
-_SEEDING = ("manual_seed", "seed", "set_rng_state", "get_rng_state", "fork_rng")
+_SEEDING = ("manual_seed", "seed", "set_rng_state", "get_rng_state")
 
 
 def _host_generator_functions() -> Iterator[tuple[Any, str, str, str]]:
