@@ -20,34 +20,52 @@ __all__ = ["OperatorFacts", "facts_of", "violation", "written"]
 
 @dataclass(frozen=True)
 class OperatorFacts:
-    """``writes``: (position, name) of arguments written in place; ``fills_nothing``: the result is uninitialised."""
+    """``writes``: (position, name) of arguments written in place; ``fills_nothing``: the result is uninitialised;
+    ``writes_if``: where it writes only if a flag among its arguments is set; ``changes_geometry``: the argument itself
+    gets another storage, shape or strides."""
 
     name: str
     writes: tuple[tuple[int, str], ...]
+    writes_if: tuple[int, str] | None
     data_dependent: bool
     dynamic_shape: bool
     random: bool
     fills_nothing: bool
+    changes_geometry: bool
+
+
+_WRITES_UNMARKED = dict.fromkeys(
+    (
+        "native_batch_norm",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "batch_norm_gather_stats",
+        "batch_norm_gather_stats_with_counts",
+        "batch_norm_update_stats",
+    ),
+    ("running_mean", "running_var"),
+)
+"""Operators that write arguments which their schema does not mark as written."""
 
 
 @functools.cache
 def facts_of(func: Any) -> OperatorFacts:
     """Facts of an ``OpOverload``."""
-    writes = tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
     name = func.name()
     base = name.split("::")[-1].split(".")[0]
+    unmarked = _WRITES_UNMARKED.get(base, ())
+    arguments = [(position, a.name, a.alias_info) for position, a in enumerate(func._schema.arguments)]
+    flags = [(position, argument) for position, argument, _ in arguments if unmarked and argument == "training"]
     return OperatorFacts(
         name=name,
-        writes=writes,
+        writes=tuple((p, a) for p, a, alias in arguments if a in unmarked or (alias is not None and alias.is_write)),
+        writes_if=flags[0] if flags else None,
         data_dependent=torch.Tag.data_dependent_output in func.tags,
         dynamic_shape=torch.Tag.dynamic_output_shape in func.tags,
         random=torch.Tag.nondeterministic_seeded in func.tags,
         fills_nothing=base
         in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"),
+        changes_geometry=torch.Tag.inplace_view in func.tags,
     )
 
 
@@ -61,6 +79,10 @@ def _flat(value: Any) -> Iterator[torch.Tensor]:
 
 def written(facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors among the arguments that the operator writes in place."""
+    if facts.writes_if is not None:
+        position, name = facts.writes_if
+        if not (args[position] if position < len(args) else kwargs[name]):
+            return
     for position, name in facts.writes:
         if position < len(args):
             yield from _flat(args[position])

@@ -49,6 +49,7 @@ _HOST_READS: dict[Any, str] = {
     _T.__contains__: "the 'in' operator",
     _T.is_nonzero: "is_nonzero()",
 }
+_REPLACES_STORAGE = {_T.data.__set__: "assigning .data"}  # type: ignore[attr-defined]
 _RAW_ADDRESS: dict[Any, str] = {_T.data_ptr: "data_ptr()", _T.__dlpack__: "a DLPack export"}
 
 
@@ -139,7 +140,11 @@ class Watch:
     ) -> None:
         self.operators += 1
         known = {key_of(t) for t in _tensors((args, kwargs))}
-        for t in _tensors(result):
+        for t in _all_tensors(result):
+            if not _plain(t):
+                if self.check:
+                    raise self._not_plain(t)
+                continue
             key = key_of(t)
             if key not in known and not (key in self.born and self.born[key][0].alive()):
                 self.born[key] = (StorageRef(t), caller() if self.check else None, f"{facts.name} {describe(t)}")
@@ -157,6 +162,26 @@ class Watch:
         target = kwargs.get("device")
         if target is not None and torch.device(target).type != self.device.type:
             raise self.fail("other-device", f"{facts.name} works on {target} while {self.device} is captured")
+        for t in _all_tensors((args, kwargs)):
+            if not _plain(t):
+                raise self._not_plain(t)
+            if t.device.type != self.device.type:
+                raise self.fail("other-device", f"{facts.name} uses {describe(t)} while {self.device} is captured")
+        if facts.changes_geometry and args[0]._base is None:
+            self.storage_replaced(args[0], facts.name)
+
+    def storage_replaced(self, t: torch.Tensor, how: str) -> None:
+        """Refuse to give a tensor from outside another storage or shape: no replay repeats it, nothing undoes it."""
+        if self.check and _plain(t) and key_of(t) not in self.born:
+            raise self.fail("storage-replaced", f"{how} changes {describe(t)}, which was made outside the capture")
+
+    def _not_plain(self, t: torch.Tensor) -> GraphSafeError:
+        kind = "a nested tensor" if t.is_nested else "a quantized tensor" if t.is_quantized else str(t.layout)
+        return self.fail(
+            "not-capturable",
+            f"{kind} of dtype {t.dtype} is used inside the capture",
+            why="Only strided tensors have one storage of a fixed size that a graph can read and write.",
+        )
 
 
 def _same_generator(a: Any, b: Any) -> bool:
@@ -164,15 +189,25 @@ def _same_generator(a: Any, b: Any) -> bool:
     return bool(a._cdata == b._cdata)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _plain(t: torch.Tensor) -> bool:
+    """Whether a tensor is a strided view of one storage."""
+    return t.layout is torch.strided and not t.is_nested and not t.is_quantized
+
+
+def _all_tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from _all_tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from _all_tensors(item)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that have a storage to follow."""
+    return (t for t in _all_tensors(value) if _plain(t))
 
 
 class _FunctionWatch(TorchFunctionMode):
@@ -191,6 +226,8 @@ class _FunctionWatch(TorchFunctionMode):
                 f"{_RAW_ADDRESS[func]} hands out the raw address of {describe(args[0])}",
                 why="Work done through a raw address on a CPU is not an operator, so it cannot be recorded.",
             )
+        if func in _REPLACES_STORAGE:
+            self._watch.storage_replaced(args[0], _REPLACES_STORAGE[func])
         return func(*args, **kwargs)
 
 
