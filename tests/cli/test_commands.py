@@ -1,0 +1,64 @@
+"""The command line: what it prints, where, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from graphsafe.bucket import Bucket
+from graphsafe.pricing import operator_price
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, "-m", "graphsafe", *arguments], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("layer", ["gdn", "kda"])
+def test_demo_json_is_one_object_and_nothing_else(layer):
+    done = run("demo", "--device", "cpu", "--steps", "3", "--layer", layer, "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert figures["captures"] == 1
+    assert figures["losses_bitwise_equal"]
+    assert figures["parameters_bitwise_equal"]
+    assert figures["arena_bytes"] == figures["price_bytes"]
+    assert figures["host_calls_replayed"] < 30 < figures["host_calls_eager"]
+    assert len(figures["steps"]) == 3
+    assert figures["layouts"] >= 2
+    assert figures["steps"][-1]["loss_captured"] < figures["steps"][0]["loss_captured"]
+    assert {"seconds_captured_p50", "seconds_captured_p95", "seconds_eager_p50", "seconds_eager_p95"} <= figures.keys()
+
+
+def test_demo_table_names_every_figure_and_progress_goes_to_stderr():
+    done = run("demo", "--device", "cpu", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    for text in ("bitwise equal in every step", "host calls a step, eager", "host calls a step, replayed", "captures",
+                 "static memory, price", "tokens used", "slots used", "these times cannot show"):
+        assert text in " ".join(done.stdout.split()), text
+    assert "warm up and capture" not in done.stdout
+
+
+def test_an_unknown_device_is_refused_with_what_is_known():
+    done = run("demo", "--device", "abacus")
+    assert done.returncode == 2
+    assert "no runtime 'abacus'; known: cpu, cuda, npu" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_price_totals_what_it_lists():
+    done = run("price", "--bucket", "4096x32", "--heads", "32", "--json")
+    priced = json.loads(done.stdout)
+    assert priced["bytes"] == sum(t["bytes"] for t in priced["tensors"])
+    assert priced["slots"] == 95
+    assert priced["bytes"] == operator_price(Bucket(4096, 32), operator="kda", heads=32).bytes
+
+
+def test_price_refuses_a_malformed_bucket():
+    done = run("price", "--bucket", "4096")
+    assert done.returncode == 2
+    assert "TOKENSxSEQUENCES is needed" in done.stderr
