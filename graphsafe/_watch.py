@@ -30,7 +30,7 @@ from graphsafe._storage import StorageRef, key_of
 from graphsafe.contract import describe
 from graphsafe.errors import GraphSafeError, error
 
-__all__ = ["Recorder", "Watch"]
+__all__ = ["Recorder", "Watch", "argument_tensors"]
 
 _T = torch.Tensor
 _HOST_READS: dict[Any, str] = {
@@ -118,7 +118,7 @@ class Watch:
             self._refuse(facts, args, kwargs)
         for t in written(facts, args, kwargs):
             self.about_to_write(t)
-        for t in _tensors((args, kwargs)):
+        for t in argument_tensors((args, kwargs)):
             if self.saved is not None:
                 self.saved.leaf(t)
             if self.check and (key := key_of(t)) not in self.born and key not in self.outside:
@@ -139,7 +139,7 @@ class Watch:
         self, func: Any, facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         self.operators += 1
-        known = {key_of(t) for t in _tensors((args, kwargs))}
+        known = {key_of(t) for t in argument_tensors((args, kwargs))}
         for t in _all_tensors(result):
             if not _plain(t):
                 if self.check:
@@ -205,7 +205,7 @@ def _all_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _all_tensors(item)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def argument_tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors that have a storage to follow."""
     return (t for t in _all_tensors(value) if _plain(t))
 

@@ -104,7 +104,7 @@ class CpuRuntime(BaseRuntime):
         return interpreted_launches(watch, tape)
 
     def _end(self, graph: CpuGraph) -> None:
-        graph.tape.watch = None
+        graph.tape.finish()
 
     def _abort(self, graph: CpuGraph) -> None:
         graph.tape.clear()

@@ -6,7 +6,7 @@ Requirements
    its results where the capture's results were. Views and uninitialised memory cost nothing at replay.
 2. Memory born inside belongs to the tape (the graph's pool). Memory from outside is watched, not held: a replay first
    checks that each storage lives, at its address and size, and that the caller's tensor still is on it.
-3. Host values are in the tape as they were: that is what a graph does.
+3. Host values are in the tape as they were: that is what a graph does. So is the grad mode, which some operators heed.
 4. Random operators draw from the generator's present state at each replay.
 5. ``poison`` fills all memory of the pool, so that leftovers of an earlier run cannot pass for results.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -23,39 +23,79 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphsafe._location import caller
 from graphsafe._operators import OperatorFacts
 from graphsafe._storage import StorageRef, key_of
-from graphsafe._watch import Watch
-from graphsafe.contract import describe
+from graphsafe._watch import Watch, argument_tensors
 from graphsafe.errors import error
 
 __all__ = ["Tape"]
 
-_View = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+class _View(NamedTuple):
+    """What part of a storage a tensor is: two tensors with equal views are the same values."""
+
+    storage: int
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    conjugated: bool
+    negated: bool
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> _View:
+        return cls(key_of(t), int(t.storage_offset()), tuple(t.size()), t.stride(), t.dtype, t.is_conj(), t.is_neg())
+
+    def tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A new tensor of this view. Call it outside inference mode, whose tensors cannot be written later."""
+        made = torch.empty(0, dtype=self.dtype, device=storage.device)
+        made.set_(storage, self.offset, self.size, self.stride)
+        made = made.conj() if self.conjugated else made
+        return torch._neg_view(made) if self.negated else made
+
+
+class _Owner:
+    """A tensor from outside that the body used: at replay it must be what it was, if it still lives."""
+
+    __slots__ = ("made_at", "tensor", "used_by", "view")
+
+    def __init__(self, t: torch.Tensor, view: _View, used_by: str) -> None:
+        self.tensor = weakref.ref(t)
+        self.view = view
+        self.used_by = used_by
+        self.made_at = caller()
+
+    def check(self) -> None:
+        t = self.tensor()
+        if t is None:
+            return
+        view = _View.of(t)
+        if view != self.view:
+            how = "another storage" if view.storage != self.view.storage else "another shape or strides"
+            raise error(
+                "storage-replaced",
+                f"a tensor of shape {list(self.view.size)} that the graph uses in {self.used_by} now has {how}; "
+                f"it was first used at {self.made_at}",
+            )
 
 
 class _Outside:
     """A view of memory that the graph does not own, made anew at each replay."""
 
-    __slots__ = ("dtype", "made_at", "offset", "owner", "ref", "size", "stride", "used_by")
+    __slots__ = ("made_at", "ref", "used_by", "view")
 
-    def __init__(self, t: torch.Tensor, used_by: str) -> None:
+    def __init__(self, t: torch.Tensor, view: _View, used_by: str) -> None:
         self.ref = StorageRef(t)
-        self.owner = weakref.ref(t)
-        self.size, self.stride, self.offset, self.dtype = tuple(t.size()), t.stride(), t.storage_offset(), t.dtype
+        self.view = view
         self.used_by = used_by
         self.made_at = caller()
 
     def tensor(self) -> torch.Tensor:
-        what = f"a tensor of shape {list(self.size)} that the graph reads in {self.used_by}"
+        what = f"a tensor of shape {list(self.view.size)} that the graph reads in {self.used_by}"
         storage = self.ref.storage()
         if storage is None:
             raise error("input-died", f"{what} has died; it was first used at {self.made_at}")
-        owner = self.owner()
-        if owner is not None and key_of(owner) != self.ref.key:
-            raise error("storage-replaced", f"{what} now has another storage; it was first used at {self.made_at}")
         if storage.data_ptr() != self.ref.address or storage.nbytes() != self.ref.nbytes:
             raise error("storage-replaced", f"{what} had its storage resized; it was first used at {self.made_at}")
-        made = torch.empty(0, dtype=self.dtype, device=self.ref.device)
-        return made.set_(storage, self.offset, self.size, self.stride)
+        return self.view.tensor(storage)
 
 
 class _Place:
@@ -68,9 +108,9 @@ class _Place:
 
 
 class _Node:
-    """One recorded call. ``results``: (position, tensor to fill) of what the call returns."""
+    """One recorded call. ``results``: (position, tensor to fill) of what the call returns; ``grad``: the grad mode."""
 
-    __slots__ = ("args", "call", "from_outside", "kwargs", "name", "results")
+    __slots__ = ("args", "call", "from_outside", "grad", "kwargs", "name", "results")
 
     def __init__(
         self,
@@ -83,8 +123,10 @@ class _Node:
     ) -> None:
         self.call, self.args, self.kwargs, self.results, self.name = call, args, kwargs, results, name
         self.from_outside = from_outside
+        self.grad = torch.is_grad_enabled()
 
     def run(self, outside: Sequence[torch.Tensor]) -> None:
+        torch._C._set_grad_enabled(self.grad)
         args, kwargs = self.args, self.kwargs
         if self.from_outside:
             args, kwargs = _resolve(args, outside), _resolve(kwargs, outside)
@@ -104,6 +146,7 @@ class Tape:
         self._nodes: list[_Node] = []
         self._outside: list[_Outside] = []
         self._outside_index: dict[_View, int] = {}
+        self._owners: dict[int, _Owner] = {}
         self._own: dict[_View, torch.Tensor] = {}
         self._own_count: dict[int, int] = {}
         self._pool: dict[int, torch.Tensor] = {}
@@ -115,7 +158,12 @@ class Tape:
     ) -> None:
         """Record one operator that has just run; views and uninitialised memory need no replay."""
         fresh = self._fresh(result)
-        if facts.fills_nothing or (not fresh and not facts.writes):
+        is_view = not fresh and not facts.writes and next(argument_tensors(result), None) is not None
+        if facts.fills_nothing:
+            return
+        if is_view:
+            for t in argument_tensors((args, kwargs)):
+                self._see(t, facts.name)
             return
         self._append(func, args, kwargs, fresh, facts.name)
 
@@ -148,16 +196,13 @@ class Tape:
 
     def _private(self, t: torch.Tensor) -> torch.Tensor:
         """The tape's own tensor for a view of pool memory; it keeps the memory."""
-        view = _view_of(t)
+        view = _View.of(t)
         own = self._own.get(view)
         if own is None:
-            if t.layout is not torch.strided:
-                raise error(
-                    "not-capturable", f"{describe(t)} has the layout {t.layout}; only strided tensors are recorded"
-                )
-            own = self._own[view] = t.detach()
-            self._own_count[view[0]] = self._own_count.get(view[0], 0) + 1
-            self._pool.setdefault(view[0], own)
+            with torch.inference_mode(False), torch.no_grad():
+                own = self._own[view] = view.tensor(t.untyped_storage())
+            self._own_count[view.storage] = self._own_count.get(view.storage, 0) + 1
+            self._pool.setdefault(view.storage, own)
         return own
 
     def _hold(self, value: Any, used_by: str) -> Any:
@@ -168,11 +213,28 @@ class Tape:
         return value
 
     def _from_outside(self, t: torch.Tensor, used_by: str) -> _Place:
-        view = _view_of(t)
+        view = self._see(t, used_by)
         if view not in self._outside_index:
             self._outside_index[view] = len(self._outside)
-            self._outside.append(_Outside(t, used_by))
+            self._outside.append(_Outside(t, view, used_by))
         return _Place(self._outside_index[view])
+
+    def _see(self, t: torch.Tensor, used_by: str) -> _View:
+        """Remember a tensor from outside, as it is after its latest use; returns its view."""
+        view = _View.of(t)
+        if view.storage in self._pool:
+            return view
+        known = self._owners.get(id(t))
+        if known is None or known.tensor() is not t:
+            self._owners[id(t)] = _Owner(t, view, used_by)
+        else:
+            known.view = view
+        return view
+
+    def finish(self) -> None:
+        """The capture is over: forget tensors that lived only in it."""
+        self.watch = None
+        self._owners = {k: owner for k, owner in self._owners.items() if owner.tensor() is not None}
 
     def private_holders(self, key: int) -> int:
         """How many tensors of the tape hold the storage ``key``."""
@@ -190,7 +252,14 @@ class Tape:
 
     def replay(self) -> None:
         """Check everything that lies outside, then run the nodes in order, unseen by the caller's modes."""
-        with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+        ):
+            for owner in self._owners.values():
+                owner.check()
             outside = [place.tensor() for place in self._outside]
             for node in self._nodes:
                 node.run(outside)
@@ -209,12 +278,16 @@ class Tape:
     def clear(self) -> None:
         """Forget the recording and give the pool back."""
         self.watch = None
-        for holder in (self._nodes, self._outside, self._outside_index, self._own, self._own_count, self._pool):
+        for holder in (
+            self._nodes,
+            self._outside,
+            self._outside_index,
+            self._owners,
+            self._own,
+            self._own_count,
+            self._pool,
+        ):
             holder.clear()
-
-
-def _view_of(t: torch.Tensor) -> _View:
-    return key_of(t), int(t.storage_offset()), tuple(t.size()), t.stride(), t.dtype
 
 
 def _has_place(value: Any) -> bool:
