@@ -29,27 +29,22 @@ def correction_tile(C, b, BT: tl.constexpr, DT: tl.constexpr, PRECISION: tl.cons
     block = tl.arange(0, NB)
     r = tl.arange(0, 16)
     diagonal = block[:, None, None, None] == block[None, None, :, None]
-    # The diagonal tiles, all at once: N <- -C + N (-diag(b) C). The entry (i, j) is final after i - j - 1 steps and
-    # depends on final entries alone; the others are dropped before each step.
-    Cd = tl.sum(tl.where(diagonal, tl.reshape(C, [NB, 16, NB, 16]), 0.0), axis=2)
-    bd = tl.reshape(b, [NB, 16])
-    Ad = (Cd * bd[:, :, None]).to(DT)
     distance = (r[:, None] - r[None, :])[None, :, :]
-    N = Cd
+    # X = (I + diag(b) C)^-1 of the diagonal tiles, all at once: X <- I - X diag(b) C. The entry (i, j) is final after
+    # i - j steps and depends on final entries alone; the others are dropped before each step.
+    Ad = tl.sum(tl.where(diagonal, tl.reshape(b[:, None] * C, [NB, 16, NB, 16]), 0.0), axis=2)
+    eye = tl.where(distance == 0, 1.0, tl.zeros([NB, 16, 16], tl.float32))
+    X = eye + Ad
+    Ad = Ad.to(DT)
     for step in tl.static_range(1, 15):
-        N = tl.dot(tl.where(distance <= step, N, 0.0).to(DT), Ad, Cd, input_precision=PRECISION)
-    if NB == 1:
-        N = tl.reshape(N, [BT, BT])
-    else:
-        # Off the diagonal, with D = I + diag(b) N_d the inverse of the diagonal tiles, E = -C_off D:
-        # N <- (N_d + E) + N (diag(b) E), one step for each block diagonal.
-        Nd = tl.reshape(tl.where(diagonal, N[:, :, None, :], 0.0), [BT, BT])
-        D = tl.where(i[:, None] == i[None, :], 1.0, b[:, None] * Nd)
-        Co = tl.where((i // 16)[:, None] > (i // 16)[None, :], C, 0.0)
-        E = tl.dot(Co.to(DT), D.to(DT), input_precision=PRECISION)
-        B = (b[:, None] * E).to(DT)
-        E += Nd
-        N = E
+        X = tl.dot(tl.where(distance <= step, X, 0.0).to(DT), Ad, eye, input_precision=PRECISION)
+    X = tl.reshape(tl.where(diagonal, X.to(DT)[:, :, None, :], 0.0), [BT, BT])
+    # N = -C (I + diag(b) C)^-1; with the diagonal tiles alone in the inverse this is F = -C X. One block diagonal after
+    # the other: N <- F + N (diag(b) F off the diagonal tiles).
+    F = tl.dot(C.to(DT), X, input_precision=PRECISION)
+    N = F
+    if NB > 1:
+        B = tl.where((i // 16)[:, None] > (i // 16)[None, :], b[:, None] * F, 0.0).to(DT)
         for _ in tl.static_range(NB - 1):
-            N = tl.dot(N.to(DT), B, E, input_precision=PRECISION)
+            N = tl.dot(N.to(DT), B, F, input_precision=PRECISION)
     return N

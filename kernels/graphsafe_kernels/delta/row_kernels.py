@@ -64,3 +64,27 @@ def locate_sequence(n, cu_seqlens, chunk_offsets, T, NT, PACKED: tl.constexpr):
         length = T
         slot = n * NT
     return start, length, slot
+
+
+@triton.jit
+def state_tile(n, hv, i_v, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+               V_FIRST: tl.constexpr):  # fmt: skip
+    """(offsets, mask) of the transposed tile [BV, BK] of a state [N, HV, K, V], or [N, HV, V, K] with V_FIRST."""
+    k = tl.arange(0, BK)
+    v = i_v * BV + tl.arange(0, BV)
+    base = (n.to(tl.int64) * HV + hv) * (K * V)
+    if V_FIRST:
+        at = base + v[:, None] * K + k[None, :]
+    else:
+        at = base + k[None, :] * V + v[:, None]
+    return at, (v < V)[:, None] & (k < K)[None, :]
+
+
+@triton.jit
+def load_rows(pointer, row, left, column, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BT: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """A tile [BT, BLOCK] of a row-major tensor from (row, column of this head); zero past `left` rows or WIDTH."""
+    i = tl.arange(0, BT)
+    j = column + tl.arange(0, BLOCK)
+    mask = (i < left)[:, None] & (j < WIDTH)[None, :]
+    return tl.load(pointer + row * STRIDE + i[:, None] * STRIDE + j[None, :], mask=mask, other=0.0)

@@ -39,6 +39,7 @@ class Configuration:
     gradient_warps: int
     gradient_stages: int
     finish_rows: int
+    keep_states: bool
     precision: str
     half_inverse: bool
     tiles: bool
@@ -94,8 +95,9 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         gradient_key_block=min(key, 32),
         gradient_value_block=min(value, 128),
         gradient_warps=4,
-        gradient_stages=1 if wide else 2,
+        gradient_stages=1 if wide else (3 if tiles else 2),
         finish_rows=16,
+        keep_states=False,
         precision="tf32x3" if capability else "ieee",
         half_inverse=not wide,
         tiles=tiles,

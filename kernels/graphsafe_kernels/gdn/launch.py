@@ -11,7 +11,7 @@ Requirements
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from graphsafe_kernels.gdn.configurations import Configuration, configuration
 from graphsafe_kernels.gdn.parallel_kernels import finish_kernel, gradients_kernel
 from graphsafe_kernels.gdn.prepare_kernels import VECTORS, prepare_kernel
 
-__all__ = ["Problem", "backward", "forward"]
+__all__ = ["Gradients", "Operands", "Prepared", "Problem", "backward", "forward"]
 
 
 @dataclass(frozen=True)
@@ -49,96 +49,28 @@ class Problem:
         return self.batch * self.tokens
 
     @property
+    def whole(self) -> bool:
+        """Whether a value head's dq and dk are the answer: nothing to sum over heads, nothing to project."""
+        return self.value_heads == self.heads and not self.qk_l2norm
+
+    @property
     def chunks(self) -> int:
         """Chunks of a dense sequence."""
         return -(-self.tokens // self.chunk_size)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What :func:`prepare_kernel` writes."""
+class Prepared(NamedTuple):
+    """What the forward leaves for the backward: the preparation, and the chain's states where they are kept."""
 
     correction: torch.Tensor
     scores: torch.Tensor
     vectors: torch.Tensor
     decay: torch.Tensor
+    states: torch.Tensor | None = None
+    residuals: torch.Tensor | None = None
 
 
-def _slots(problem: Problem, tables: ChunkTables | None) -> int:
-    return problem.batch * problem.chunks if tables is None else tables.slots
-
-
-def _tables(tables: ChunkTables | None) -> dict[str, torch.Tensor | None]:
-    if tables is None:
-        return {"cu_seqlens": None, "chunk_indices": None, "chunk_offsets": None}
-    return {"cu_seqlens": tables.cu_seqlens, "chunk_indices": tables.chunk_indices, "chunk_offsets": tables.chunk_offsets}
-
-
-def _sizes(problem: Problem) -> dict[str, int]:
-    return {"H": problem.heads, "HV": problem.value_heads, "K": problem.key_width, "V": problem.value_width,
-            "BT": problem.chunk_size}  # fmt: skip
-
-
-def _gates(problem: Problem, dt_bias: torch.Tensor | None) -> dict[str, Any]:
-    return {"GATE": problem.gate_in_kernel, "BIAS": dt_bias is not None, "SIGMOID": problem.beta_scale is not None,
-            "FACTOR": problem.beta_scale or 1.0}  # fmt: skip
-
-
-def _tile(tensor: torch.Tensor, width: int, block: tuple[int, int], use: bool) -> Any:
-    """A descriptor of ``tensor`` as a matrix with rows of ``width`` and tiles of ``block``; the tensor if not used."""
-    if not use:
-        return tensor
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(tensor, [tensor.numel() // width, width], [width, 1], list(block))
-
-
-def _prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, q: torch.Tensor, k: torch.Tensor,
-             g: torch.Tensor, beta: torch.Tensor, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
-             o: torch.Tensor) -> Prepared:  # fmt: skip
-    slots, bt, hv = _slots(problem, tables), problem.chunk_size, problem.value_heads
-    tile = (slots, hv, bt, bt)
-    prepared = Prepared(q.new_empty(tile), q.new_empty(tile),
-                        q.new_empty((slots, hv, VECTORS.value, bt), dtype=torch.float32),
-                        q.new_empty((slots, hv), dtype=torch.float32))  # fmt: skip
-    if slots:
-        prepare_kernel[(slots * hv,)](
-            q, k, g, beta, A_log, dt_bias, prepared.correction, prepared.scores, prepared.vectors, prepared.decay, o,
-            **_tables(tables), scale=problem.scale, T=problem.tokens, N=problem.sequences, NT=problem.chunks,
-            **_sizes(problem), BK=c.prepare_block, BV=c.clear_block, PACKED=tables is not None,
-            L2NORM=problem.qk_l2norm, **_gates(problem, dt_bias),
-            INVERSE="fp16" if c.half_inverse and problem.qk_l2norm else "fp32", PRECISION=c.precision,
-            num_warps=c.prepare_warps, num_stages=1,
-        )  # fmt: skip
-    return prepared
-
-
-def forward(problem: Problem, tables: ChunkTables | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-            g: torch.Tensor, beta: torch.Tensor, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
-            initial_state: torch.Tensor | None, final_state: torch.Tensor | None) -> tuple[torch.Tensor, Prepared]:  # fmt: skip
-    """o like v, and the preparation for a backward; writes ``final_state`` where it is given. All contiguous."""
-    c = configuration(problem, q.device, q.dtype)
-    o = torch.empty_like(v)
-    prepared = _prepare(problem, tables, c, q, k, g, beta, A_log, dt_bias, o)
-    bt, bk, bv, tiles = problem.chunk_size, c.key_block, c.chain_block, c.tiles
-    operands = [q, k, v, prepared.correction, prepared.scores]
-    blocks = triton.cdiv(problem.value_width, bv)
-    forward_chain_kernel[(problem.sequences * problem.value_heads * blocks,)](
-        *operands, prepared.vectors, prepared.decay, o, None, None, initial_state, final_state,
-        _tile(q, problem.heads * problem.key_width, (bt, bk), tiles),
-        _tile(k, problem.heads * problem.key_width, (bt, bk), tiles),
-        _tile(v, problem.value_heads * problem.value_width, (bt, bv), tiles),
-        _tile(prepared.correction, bt, (bt, bt), tiles), _tile(prepared.scores, bt, (bt, bt), tiles), None, None,
-        _tables(tables)["cu_seqlens"], _tables(tables)["chunk_offsets"], problem.tokens, problem.sequences,
-        problem.chunks, **_sizes(problem), BK=bk, BV=bv, PACKED=tables is not None,
-        INITIAL=initial_state is not None, FINAL=final_state is not None, V_FIRST=problem.state_v_first, SAVE=False,
-        TILES=tiles, STAGES=c.chain_stages, PRECISION=c.precision, num_warps=c.chain_warps, num_stages=c.chain_stages,
-    )  # fmt: skip
-    return o, prepared
-
-
-@dataclass(frozen=True)
-class Gradients:
+class Gradients(NamedTuple):
     """The gradients of one call; None where there is no such input."""
 
     q: torch.Tensor
@@ -151,60 +83,177 @@ class Gradients:
     initial_state: torch.Tensor | None
 
 
-def backward(problem: Problem, tables: ChunkTables | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-             g: torch.Tensor, beta: torch.Tensor, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
-             initial_state: torch.Tensor | None, prepared: Prepared, do: torch.Tensor,
-             dfinal_state: torch.Tensor | None) -> Gradients:  # fmt: skip
-    """The gradients of every input from those of o and, where it was returned, the final state. All contiguous."""
-    c = configuration(problem, q.device, q.dtype)
-    slots, bt, bk, bv = _slots(problem, tables), problem.chunk_size, c.key_block, c.reverse_block
-    hv, kw, vw, tiles = problem.value_heads, problem.key_width, problem.value_width, c.tiles
-    table = _tables(tables)
-    packed = tables is not None
-    states, dstates = q.new_empty((slots, hv, vw, kw)), q.new_empty((slots, hv, vw, kw))
-    residuals = q.new_empty((slots, hv, vw, bt))
-    dv = torch.empty_like(v)
-    dinitial_state = None if initial_state is None else torch.empty_like(initial_state)
-    blocks = triton.cdiv(vw, bv)
-    backward_chains_kernel[(2 * problem.sequences * hv * blocks,)](
-        q, k, v, do, prepared.correction, prepared.scores, prepared.vectors, prepared.decay, states, residuals, dstates,
-        dv, initial_state, dfinal_state, dinitial_state,
-        _tile(q, problem.heads * kw, (bt, bk), tiles), _tile(k, problem.heads * kw, (bt, bk), tiles),
-        _tile(v, hv * vw, (bt, bv), tiles), _tile(do, hv * vw, (bt, bv), tiles),
-        _tile(prepared.correction, bt, (bt, bt), tiles), _tile(prepared.scores, bt, (bt, bt), tiles),
-        _tile(states, kw, (bv, bk), tiles), _tile(residuals, bt, (bv, bt), tiles), _tile(dstates, kw, (bv, bk), tiles),
-        table["cu_seqlens"], table["chunk_offsets"], problem.tokens, problem.sequences, problem.chunks,
-        **_sizes(problem), BK=bk, BV=bv, PACKED=packed, INITIAL=initial_state is not None,
-        FINAL=dfinal_state is not None, V_FIRST=problem.state_v_first, RECOMPUTE=True, TILES=tiles,
-        STAGES=c.reverse_stages, STATE_STAGES=c.state_stages, PRECISION=c.precision, num_warps=c.reverse_warps,
-        num_stages=c.reverse_stages,
+class Operands(NamedTuple):
+    """The inputs of one call, contiguous: shapes as in the public operator."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    initial_state: torch.Tensor | None
+
+
+def _slots(problem: Problem, tables: ChunkTables | None) -> int:
+    return problem.batch * problem.chunks if tables is None else tables.slots
+
+
+def _boundaries(tables: ChunkTables | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    if tables is None:
+        return None, None, None
+    return tables.cu_seqlens, tables.chunk_indices, tables.chunk_offsets
+
+
+def _sizes(problem: Problem) -> dict[str, int]:
+    return {"H": problem.heads, "HV": problem.value_heads, "K": problem.key_width, "V": problem.value_width,
+            "BT": problem.chunk_size}  # fmt: skip
+
+
+def _gates(problem: Problem, dt_bias: torch.Tensor | None) -> dict[str, Any]:
+    return {"GATE": problem.gate_in_kernel, "BIAS": dt_bias is not None, "SIGMOID": problem.beta_scale is not None,
+            "FACTOR": problem.beta_scale or 1.0}  # fmt: skip
+
+
+def _tile(tensor: torch.Tensor | None, width: int, block: tuple[int, int], use: bool) -> Any:
+    """A descriptor of ``tensor`` as a matrix with rows of ``width`` and tiles of ``block``; the tensor if not used."""
+    if tensor is None or not use or not tensor.numel():
+        return tensor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(tensor, [tensor.numel() // width, width], [width, 1], list(block))
+
+
+def prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, o: torch.Tensor) -> Prepared:
+    """Launch the preparation; padding rows of ``o`` become zero."""
+    slots, bt, hv = _slots(problem, tables), problem.chunk_size, problem.value_heads
+    prepared = Prepared(x.q.new_empty(slots, hv, bt, bt), x.q.new_empty(slots, hv, bt, bt),
+                        x.q.new_empty(slots, hv, VECTORS.value, bt, dtype=torch.float32),
+                        x.q.new_empty(slots, hv, dtype=torch.float32))  # fmt: skip
+    if slots:
+        prepare_kernel[(slots * hv,)](
+            x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, prepared.correction, prepared.scores, prepared.vectors,
+            prepared.decay, o, *_boundaries(tables), problem.scale, problem.tokens, problem.sequences, problem.chunks,
+            **_sizes(problem), BK=c.prepare_block, BV=c.clear_block, PACKED=tables is not None,
+            L2NORM=problem.qk_l2norm, **_gates(problem, x.dt_bias),
+            INVERSE="fp16" if c.half_inverse and problem.qk_l2norm else "fp32", PRECISION=c.precision,
+            num_warps=c.prepare_warps, num_stages=1,
+        )  # fmt: skip
+    return prepared
+
+
+def chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
+          o: torch.Tensor, final_state: torch.Tensor | None) -> None:  # fmt: skip
+    """Launch the forward chain: live rows of ``o``, ``final_state`` if given, and the states that ``prepared`` keeps."""
+    bt, bk, bv, tiles = problem.chunk_size, c.key_block, c.chain_block, c.tiles
+    hv, kw, vw = problem.value_heads, problem.key_width, problem.value_width
+    cu_seqlens, _, chunk_offsets = _boundaries(tables)
+    forward_chain_kernel[(problem.sequences * hv * triton.cdiv(vw, bv),)](
+        x.q, x.k, x.v, *prepared[:4], o, prepared.states, prepared.residuals, x.initial_state, final_state,
+        _tile(x.q, problem.heads * kw, (bt, bk), tiles), _tile(x.k, problem.heads * kw, (bt, bk), tiles),
+        _tile(x.v, hv * vw, (bt, bv), tiles), _tile(prepared.correction, bt, (bt, bt), tiles),
+        _tile(prepared.scores, bt, (bt, bt), tiles), _tile(prepared.states, kw, (bv, bk), tiles),
+        _tile(prepared.residuals, bt, (bv, bt), tiles), cu_seqlens, chunk_offsets, problem.tokens,
+        problem.sequences, problem.chunks, **_sizes(problem), BK=bk, BV=bv, PACKED=tables is not None,
+        INITIAL=x.initial_state is not None, FINAL=final_state is not None, V_FIRST=problem.state_v_first,
+        SAVE=prepared.states is not None, TILES=tiles, STAGES=c.chain_stages, PRECISION=c.precision,
+        num_warps=c.chain_warps, num_stages=c.chain_stages,
     )  # fmt: skip
-    whole = hv == problem.heads and not problem.qk_l2norm
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
-    parts_shape = (*q.shape[:2], hv, kw)
-    dq_parts, dk_parts = (dq, dk) if whole else (q.new_empty(parts_shape), q.new_empty(parts_shape))
-    dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
-    gate_sums = q.new_empty((slots, hv, 2), dtype=torch.float32) if problem.gate_in_kernel else None
+
+
+def forward(problem: Problem, tables: ChunkTables | None, x: Operands, final_state: torch.Tensor | None,
+            keep: bool) -> tuple[torch.Tensor, Prepared]:  # fmt: skip
+    """o like v, and what a backward needs; writes ``final_state`` if given. ``keep``: a backward will follow."""
+    c = configuration(problem, x.q.device, x.q.dtype)
+    o = torch.empty_like(x.v)
+    prepared = prepare(problem, tables, c, x, o)
+    if keep and c.keep_states:
+        prepared = prepared._replace(**_state_buffers(problem, tables, x.q))
+    chain(problem, tables, c, x, prepared, o, final_state)
+    return o, prepared
+
+
+def _state_buffers(problem: Problem, tables: ChunkTables | None, q: torch.Tensor) -> dict[str, torch.Tensor]:
+    shape = (_slots(problem, tables), problem.value_heads, problem.value_width)
+    return {"states": q.new_empty(*shape, problem.key_width), "residuals": q.new_empty(*shape, problem.chunk_size)}
+
+
+def reverse_chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
+                  do: torch.Tensor, dfinal_state: torch.Tensor | None
+                  ) -> tuple[Prepared, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Launch the backward's chains; (prepared with states, dstates, dw, dinitial_state)."""
+    bt, bk, bv, tiles = problem.chunk_size, c.key_block, c.reverse_block, c.tiles
+    hv, kw, vw = problem.value_heads, problem.key_width, problem.value_width
+    recompute = prepared.states is None
+    if recompute:
+        prepared = prepared._replace(**_state_buffers(problem, tables, x.q))
+    dstates = torch.empty_like(prepared.states)
+    dw = torch.empty_like(x.v)
+    dinitial_state = None if x.initial_state is None else torch.empty_like(x.initial_state)
+    cu_seqlens, _, chunk_offsets = _boundaries(tables)
+    backward_chains_kernel[((1 + recompute) * problem.sequences * hv * triton.cdiv(vw, bv),)](
+        x.q, x.k, x.v, do, *prepared, dstates, dw, x.initial_state, dfinal_state, dinitial_state,
+        _tile(x.q, problem.heads * kw, (bt, bk), tiles), _tile(x.k, problem.heads * kw, (bt, bk), tiles),
+        _tile(x.v, hv * vw, (bt, bv), tiles), _tile(do, hv * vw, (bt, bv), tiles),
+        _tile(prepared.correction, bt, (bt, bt), tiles), _tile(prepared.scores, bt, (bt, bt), tiles),
+        _tile(prepared.states, kw, (bv, bk), tiles), _tile(prepared.residuals, bt, (bv, bt), tiles),
+        _tile(dstates, kw, (bv, bk), tiles), cu_seqlens, chunk_offsets, problem.tokens, problem.sequences,
+        problem.chunks, **_sizes(problem), BK=bk, BV=bv, PACKED=tables is not None,
+        INITIAL=x.initial_state is not None, FINAL=dfinal_state is not None, V_FIRST=problem.state_v_first,
+        RECOMPUTE=recompute, TILES=tiles, STAGES=c.reverse_stages, STATE_STAGES=c.state_stages,
+        PRECISION=c.precision, num_warps=c.reverse_warps, num_stages=c.reverse_stages,
+    )  # fmt: skip
+    return prepared, dstates, dw, dinitial_state
+
+
+def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
+              do: torch.Tensor, dstates: torch.Tensor, dw: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Launch the parallel half; (dq, dk, dg, dbeta, gate_sums), dq and dk per value head. ``dw`` becomes dv."""
+    kw, tiles, whole = problem.key_width, c.tiles, problem.whole
+    block = (c.gradient_value_block, c.gradient_key_block)
+    shape = (*x.v.shape[:3], kw)
+    dq, dk, dg, dbeta = x.q.new_empty(shape), x.q.new_empty(shape), torch.empty_like(x.g), torch.empty_like(x.beta)
+    slots, hv = _slots(problem, tables), problem.value_heads
+    gate_sums = x.q.new_empty(slots, hv, 2, dtype=torch.float32) if problem.gate_in_kernel else None
     if slots:
         gradients_kernel[(slots * hv,)](
-            q, k, do, dv, g, beta, A_log, dt_bias, prepared.scores, prepared.vectors, states, dstates, residuals,
-            dq_parts, dk_parts, dg, dbeta, gate_sums,
-            _tile(states, kw, (c.gradient_value_block, c.gradient_key_block), tiles),
-            _tile(dstates, kw, (c.gradient_value_block, c.gradient_key_block), tiles), **table, scale=problem.scale, T=problem.tokens,
-            N=problem.sequences, NT=problem.chunks, **_sizes(problem), BK=c.gradient_key_block,
-            BV=c.gradient_value_block, KEY=bk, TILES=tiles, PACKED=packed, WHOLE=whole, **_gates(problem, dt_bias),
+            x.q, x.k, do, dw, x.g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
+            dstates, prepared.residuals, dq, dk, dg, dbeta, gate_sums, _tile(prepared.states, kw, block, tiles),
+            _tile(dstates, kw, block, tiles), *_boundaries(tables), problem.scale, problem.tokens, problem.sequences,
+            problem.chunks, **_sizes(problem), BK=c.gradient_key_block, BV=c.gradient_value_block, KEY=c.key_block,
+            PACKED=tables is not None, WHOLE=whole, **_gates(problem, x.dt_bias), TILES=tiles,
             STAGES=c.gradient_stages, PRECISION=c.precision, num_warps=c.gradient_warps,
             num_stages=c.gradient_stages,
         )  # fmt: skip
-    dA_log = None if A_log is None else torch.empty_like(A_log)
-    ddt_bias = None if dt_bias is None else torch.empty_like(dt_bias)
+    return dq, dk, dg, dbeta, gate_sums
+
+
+def finish(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, dq_parts: torch.Tensor,
+           dk_parts: torch.Tensor, gate_sums: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Launch the last sums, where there are any; (dq, dk, dA_log, ddt_bias)."""
+    dA_log = None if x.A_log is None else torch.empty_like(x.A_log)
+    ddt_bias = None if x.dt_bias is None else torch.empty_like(x.dt_bias)
+    dq, dk = (dq_parts, dk_parts) if problem.whole else (torch.empty_like(x.q), torch.empty_like(x.k))
     row_programs = triton.cdiv(problem.rows * problem.heads, c.finish_rows)
-    programs = (0 if whole else 2 * row_programs) + (hv if problem.gate_in_kernel else 0)
+    programs = 2 * row_programs * (not problem.whole) + problem.value_heads * problem.gate_in_kernel
+    cu_seqlens, _, chunk_offsets = _boundaries(tables)
     if programs:
         finish_kernel[(programs,)](
-            q, k, dq_parts, dk_parts, dq, dk, gate_sums, dA_log, ddt_bias, table["cu_seqlens"], table["chunk_offsets"],
-            problem.rows, problem.sequences, slots, row_programs, H=problem.heads, HV=hv, K=kw, BK=bk,
-            ROWS=c.finish_rows, PACKED=packed, L2NORM=problem.qk_l2norm, GATE=problem.gate_in_kernel,
-            BIAS=dt_bias is not None, PARTS=not whole, SUMS=256, num_warps=4, num_stages=1,
+            x.q, x.k, dq_parts, dk_parts, dq, dk, gate_sums, dA_log, ddt_bias, cu_seqlens, chunk_offsets,
+            problem.rows, problem.sequences, _slots(problem, tables), row_programs, H=problem.heads,
+            HV=problem.value_heads, K=problem.key_width, BK=c.key_block, ROWS=c.finish_rows,
+            PACKED=tables is not None, L2NORM=problem.qk_l2norm, GATE=problem.gate_in_kernel,
+            BIAS=x.dt_bias is not None, PARTS=not problem.whole, SUMS=256, num_warps=4, num_stages=1,
         )  # fmt: skip
+    return dq, dk, dA_log, ddt_bias
+
+
+def backward(problem: Problem, tables: ChunkTables | None, x: Operands, prepared: Prepared, do: torch.Tensor,
+             dfinal_state: torch.Tensor | None) -> Gradients:  # fmt: skip
+    """The gradients of every input from those of o and, where it was returned, the final state. All contiguous."""
+    c = configuration(problem, x.q.device, x.q.dtype)
+    prepared, dstates, dv, dinitial_state = reverse_chain(problem, tables, c, x, prepared, do, dfinal_state)
+    dq, dk, dg, dbeta, gate_sums = gradients(problem, tables, c, x, prepared, do, dstates, dv)
+    dq, dk, dA_log, ddt_bias = finish(problem, tables, c, x, dq, dk, gate_sums)
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial_state)

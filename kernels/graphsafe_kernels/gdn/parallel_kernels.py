@@ -29,8 +29,7 @@ import triton
 import triton.language as tl
 
 from graphsafe_kernels.delta.gate_kernels import activated_beta, log_gate, log_gate_slope
-from graphsafe_kernels.delta.row_kernels import clear_rows, locate_slot, padding_rows
-from graphsafe_kernels.gdn.chain_kernels import load_rows
+from graphsafe_kernels.delta.row_kernels import clear_rows, load_rows, locate_slot, padding_rows
 from graphsafe_kernels.gdn.prepare_kernels import VECTORS
 
 
@@ -165,10 +164,10 @@ def gradients_kernel(
                 St = states_tiles.load([(slot * HV + hv) * V + first, block * BK])
                 Dt = dstates_tiles.load([(slot * HV + hv) * V + first, block * BK])
             else:
-                tile = at * (K * V) + iv[:, None] * K + ik[None, :]
+                tile = iv[:, None] * K + ik[None, :]
                 inside = (iv < V)[:, None] & (ik < K)[None, :]
-                St = tl.load(states + tile, mask=inside, other=0.0)
-                Dt = tl.load(dstates + tile, mask=inside, other=0.0)
+                St = tl.load(states + at * (K * V) + tile, mask=inside, other=0.0)
+                Dt = tl.load(dstates + at * (K * V) + tile, mask=inside, other=0.0)
             inner += tl.sum(St.to(tl.float32) * Dt.to(tl.float32), 1)
             if KEEP:
                 tq = tl.dot(dt, St, tq, input_precision=PRECISION)
@@ -182,19 +181,19 @@ def gradients_kernel(
                 tk = tl.dot(wt, St, tk, input_precision=PRECISION)
                 td = tl.dot(tl.trans(et), Dt, td, input_precision=PRECISION)
         live = m[:, None] & (ik < K)[None, :]
-        place = (row + i)[:, None] * (HV * K) + hv * K + ik[None, :]
+        place = i[:, None] * (HV * K) + ik[None, :]
         kf = kb.to(tl.float32)
         tq = tq * (grown * scale)[:, None]
         p += tl.sum(tq * qb.to(tl.float32), 1)
         tq = tl.dot(Zq, kb, tq, input_precision=PRECISION)
-        tl.store(dq + place, tq.to(dq.dtype.element_ty), mask=live)
+        tl.store(dq + row * (HV * K) + hv * K + place, tq.to(dq.dtype.element_ty), mask=live)
         tk = tk * (0.0 - b * grown)[:, None]
         r += tl.sum(tk * kf, 1)
         td = td * (b * shrunk)[:, None]
         kc += tl.sum(td * kf, 1)
         tk = tl.dot(Zk, qb, tk + td, input_precision=PRECISION)
         tk = tl.dot(Yk, kb, tk, input_precision=PRECISION)
-        tl.store(dk + place, tk.to(dk.dtype.element_ty), mask=live)
+        tl.store(dk + row * (HV * K) + hv * K + place, tk.to(dk.dtype.element_ty), mask=live)
     if not KEEP:
         tl.debug_barrier()  # every thread has read dw before it becomes dv
         for column in tl.static_range(0, V, BV):

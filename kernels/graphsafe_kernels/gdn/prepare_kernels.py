@@ -55,12 +55,15 @@ def prepare_kernel(
     i = tl.arange(0, BT)
     m = i < rows
     low = i[:, None] >= i[None, :]
-    gate = tl.load(g + (row + i) * HV + hv, mask=m, other=0.0).to(tl.float32)
-    b = tl.load(beta + (row + i) * HV + hv, mask=m, other=0.0)
+    gate = tl.load(g + row * HV + hv + i * HV, mask=m, other=0.0).to(tl.float32)
+    b = tl.load(beta + row * HV + hv + i * HV, mask=m, other=0.0)
     QK = tl.zeros([BT, BT], tl.float32)
     KK = tl.zeros([BT, BT], tl.float32)
     qq = tl.zeros([BT], tl.float32)
-    base = (row + i)[:, None] * (H * K) + hq * K
+    # Scalar bases are 64-bit, offsets inside a tile 32-bit: half the registers for addresses.
+    k += row * (H * K) + hq * K
+    q += row * (H * K) + hq * K
+    base = i[:, None] * (H * K)
     for column in tl.static_range(0, K, BK):
         j = column + tl.arange(0, BK)
         mask = m[:, None] & (j < K)[None, :]
@@ -83,16 +86,9 @@ def prepare_kernel(
     G = tl.cumsum(gate, 0)
     last = tl.sum(gate, 0)
     at = slot.to(tl.int64) * HV + hv
-    tile = at * (BT * BT) + i[:, None] * BT + i[None, :]
-    between = tl.exp2(tl.where(low, G[:, None] - G[None, :], -float("inf")))
-    P = QK * between * (rq * scale)[:, None] * rk[None, :]
-    tl.store(scores + tile, P.to(scores.dtype.element_ty))
-    C = KK * between * rk[:, None] * rk[None, :]
-    if INVERSE == "fp16":
-        X = correction_tile(C, b, BT, tl.float16, PRECISION)
-    else:
-        X = correction_tile(C, b, BT, tl.float32, PRECISION)
-    tl.store(correction + tile, X.to(correction.dtype.element_ty))
+    scores += at * (BT * BT)
+    correction += at * (BT * BT)
+    tile = i[:, None] * BT + i[None, :]
     grown = tl.exp2(G)
     vec = vectors + at * (VECTORS * BT) + i
     tl.store(vec, grown * rk)
@@ -103,6 +99,15 @@ def prepare_kernel(
     tl.store(vec + 5 * BT, rk)
     tl.store(vec + 6 * BT, rq)
     tl.store(decay + at, tl.exp2(last))
+    between = tl.exp2(tl.where(low, G[:, None] - G[None, :], -float("inf")))
+    P = QK * between * (rq * scale)[:, None] * rk[None, :]
+    tl.store(scores + tile, P.to(scores.dtype.element_ty))
+    C = KK * between * rk[:, None] * rk[None, :]
+    if INVERSE == "fp16":
+        X = correction_tile(C, b, BT, tl.float16, PRECISION)
+    else:
+        X = correction_tile(C, b, BT, tl.float32, PRECISION)
+    tl.store(correction + tile, X.to(correction.dtype.element_ty))
     if PACKED:
         first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
         if first < end:
