@@ -13,8 +13,10 @@ Requirements
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -93,6 +95,8 @@ class Watch:
         self.born: dict[int, tuple[StorageRef, Location | None, str]] = {}
         self.outside: dict[int, tuple[weakref.ref[torch.Tensor], Location | None, str]] = {}
         self.operators = 0
+        self.other_threads_drew = False
+        self._states = self._generator_states()
 
     def fail(self, rule: str, what: str, **details: Any) -> GraphSafeError:
         """The error of a rule, remembered in case the body swallows it."""
@@ -106,7 +110,7 @@ class Watch:
         """Watch what this thread, and the backward passes it starts, do inside the block."""
         with contextlib.ExitStack() as stack:
             if self.check:
-                stack.enter_context(_no_host_generators(self))
+                stack.enter_context(_no_host_work(self))
                 stack.enter_context(_FunctionWatch(self))
             stack.enter_context(_DispatchWatch(self))
             yield self
@@ -115,6 +119,7 @@ class Watch:
 
     def before(self, func: Any, facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self.check:
+            self.generators_untouched()
             self._refuse(facts, args, kwargs)
         for t in written(facts, args, kwargs):
             self.about_to_write(t)
@@ -139,6 +144,7 @@ class Watch:
         self, func: Any, facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         self.operators += 1
+        self._states = self._generator_states()
         known = {key_of(t) for t in argument_tensors((args, kwargs))}
         for t in _all_tensors(result):
             if not _plain(t):
@@ -169,6 +175,18 @@ class Watch:
                 raise self.fail("other-device", f"{facts.name} uses {describe(t)} while {self.device} is captured")
         if facts.changes_geometry and args[0]._base is None:
             self.storage_replaced(args[0], facts.name)
+
+    def _generator_states(self) -> list[torch.Tensor]:
+        """Present states of the generators, where a capture executes; a device refuses to tell while it captures."""
+        return [g.get_state() for g in self.generators] if self.check and self.saved is not None else []
+
+    def generators_untouched(self) -> None:
+        """Refuse a state that changed between two operators: methods of a generator can be seen in no other way."""
+        for generator, state, now in zip(self.generators, self._states, self._generator_states(), strict=False):
+            if not torch.equal(now, state):
+                raise self.fail(
+                    "rng-state", f"the generator on {generator.device} was seeded, or its state set, inside the capture"
+                )
 
     def storage_replaced(self, t: torch.Tensor, how: str) -> None:
         """Refuse to give a tensor from outside another storage or shape: no replay repeats it, nothing undoes it."""
@@ -220,7 +238,7 @@ class _FunctionWatch(TorchFunctionMode):
         if func in _HOST_READS:
             t = args[0] if args else None
             raise self._watch.fail("host-read", f"{_HOST_READS[func]} reads {describe(t)} on the host")
-        if func in _RAW_ADDRESS and not self._watch.raw_addresses and not _called_by_triton():
+        if func in _RAW_ADDRESS and not self._watch.raw_addresses and not _called_by("triton"):
             raise self._watch.fail(
                 "not-capturable",
                 f"{_RAW_ADDRESS[func]} hands out the raw address of {describe(args[0])}",
@@ -231,9 +249,17 @@ class _FunctionWatch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _called_by_triton() -> bool:
-    module = str(sys._getframe(2).f_globals.get("__name__", ""))
-    return module.split(".")[0] == "triton"
+def _called_by(package: str, *, frames: int = 1) -> bool:
+    """Whether one of the nearest ``frames`` callers of the function that asks is of ``package``."""
+    frame = sys._getframe(1).f_back
+    for _ in range(frames):
+        if frame is None:
+            return False
+        module = str(frame.f_globals.get("__name__", ""))
+        if module == package or module.startswith(package + "."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _DispatchWatch(TorchDispatchMode):
@@ -253,8 +279,9 @@ class _DispatchWatch(TorchDispatchMode):
 _SEEDING = ("manual_seed", "seed", "set_rng_state", "get_rng_state")
 
 
-def _host_generator_functions() -> Iterator[tuple[Any, str, str, str]]:
-    """(module, name, rule, text) of functions that work on generators on the host."""
+def _refused_functions() -> Iterator[tuple[Any, str, str, str]]:
+    """(owner, name, rule, text) of functions that work on generators on the host, or where a watch cannot see."""
+    yield threading.Thread, "start", "not-capturable", "a thread is started inside a capture"
     for module in (torch, torch.random):
         for name in _SEEDING:
             if hasattr(module, name):
@@ -271,20 +298,38 @@ def _host_generator_functions() -> Iterator[tuple[Any, str, str, str]]:
 
 
 @contextlib.contextmanager
-def _no_host_generators(watch: Watch) -> Iterator[None]:
-    """Host work on generators is no operator; the functions that do it are replaced for the time of a capture."""
+def _no_host_work(watch: Watch) -> Iterator[None]:
+    """Some host work is no operator; the functions that do it are replaced for the time of a capture.
 
-    def refuse(rule: str, text: str) -> Callable[..., Any]:
+    Other threads of the program may go on calling them; autograd's own threads belong to the capture.
+    """
+    capturing = threading.get_ident()
+
+    def refuse(original: Callable[..., Any], rule: str, text: str) -> Callable[..., Any]:
+        @functools.wraps(original)
         def refused(*args: Any, **kwargs: Any) -> Any:
+            here = threading.get_ident()
+            if here != capturing and any(thread.ident == here for thread in threading.enumerate()):
+                watch.other_threads_drew = True
+                return original(*args, **kwargs)
+            if _called_by("torch._dynamo", frames=2):
+                raise watch.fail(
+                    "cold-kernel", "torch.compile would compile inside the capture", remedy=_COMPILE_REMEDY
+                )
             raise watch.fail(rule, text)
 
         return refused
 
-    originals = [(module, name, getattr(module, name)) for module, name, _, _ in _host_generator_functions()]
-    for module, name, rule, text in list(_host_generator_functions()):
-        setattr(module, name, refuse(rule, text))
+    replaced = [(*found, getattr(found[0], found[1])) for found in _refused_functions()]
+    for owner, name, rule, text, original in replaced:
+        setattr(owner, name, refuse(original, rule, text))
     try:
         yield
     finally:
-        for module, name, original in originals:
-            setattr(module, name, original)
+        for owner, name, _, _, original in replaced:
+            setattr(owner, name, original)
+
+
+_COMPILE_REMEDY = (
+    "Leave torch.compile out of the captured body: the guard's modes make it compile anew even after a warm-up."
+)

@@ -187,11 +187,12 @@ class Capture:
         graph, watch = self.graph, self.watch
         if watch.broken is not None:
             return watch.broken
+        watch.generators_untouched()
         self._runtime._end(graph)
         reseeded = self._generators.reseeded()
         if reseeded is not None:
             return error("rng-state", f"the generator on {reseeded.device} was seeded inside the capture")
-        if host_random_state() != self._host_random:
+        if not watch.other_threads_drew and host_random_state() != self._host_random:
             return error("host-randomness", "the body drew from random or numpy.random on the host")
         kept = graph.declared or bound_tensors(frame)
         del frame
