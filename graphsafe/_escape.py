@@ -43,7 +43,7 @@ def escaped(watch: Watch, kept: list[torch.Tensor], graph: Any) -> GraphSafeErro
     for key, (ref, where, made) in watch.born.items():
         if key in allowed or ref.holders() <= graph.private_holders(key):
             continue
-        holder = _holder(key)
+        holder = _holder(key, graph)
         return error(
             "tensor-escapes",
             f"a tensor born inside the capture ({made}) is kept by {holder}",
@@ -70,7 +70,7 @@ def _behind(outputs: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         seen.add(node)
         stack.extend(following for following, _ in node.next_functions)
         for name in dir(node):
-            if name.startswith("_saved_") or name == "saved_tensors":
+            if name.startswith("_saved_") or name in ("saved_tensors", "variable"):
                 try:
                     yield from tensors(getattr(node, name))
                 except RuntimeError:  # freed by a backward pass: nothing is kept
@@ -78,13 +78,13 @@ def _behind(outputs: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield from tensors(list(getattr(node, "__dict__", {}).values()))
 
 
-def _holder(key: int) -> str:
+def _holder(key: int, graph: Any) -> str:
     found = []
     for candidate in _live_tensors():
         grad = candidate.grad if candidate.is_leaf else None
         if grad is not None and key_of(grad) == key:
             return f"the gradient of a leaf tensor of shape {list(candidate.shape)}"
-        if key_of(candidate) == key:
+        if key_of(candidate) == key and not graph.is_private(candidate):
             found.append(candidate)
     for candidate in found:
         for referrer in gc.get_referrers(candidate):

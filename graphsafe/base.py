@@ -99,6 +99,10 @@ class BaseGraph:
         """References that the graph itself holds to the storage ``key``."""
         return 0
 
+    def is_private(self, t: torch.Tensor) -> bool:
+        """Whether ``t`` is one of those references."""
+        return False
+
     @property
     def launches(self) -> int:
         raise NotImplementedError
@@ -129,6 +133,7 @@ class Capture:
         self._stack = [_one_capture.release]
         try:
             gc.collect()
+            torch.clear_autocast_cache()  # a cast made before would be read, though nothing holds it later
             if gc.isenabled():
                 gc.disable()
                 self._stack.append(gc.enable)
@@ -196,6 +201,7 @@ class Capture:
             return error("host-randomness", "the body drew from random or numpy.random on the host")
         kept = graph.declared or bound_tensors(frame)
         del frame
+        torch.clear_autocast_cache()  # nor may a cast made inside be used outside
         gc.collect()
         problem = escaped(watch, kept, graph)
         if problem is None:

@@ -47,6 +47,9 @@ class CpuGraph(BaseGraph):
     def private_holders(self, key: int) -> int:
         return self.tape.private_holders(key)
 
+    def is_private(self, t: torch.Tensor) -> bool:
+        return self.tape.is_private(t)
+
     def replay(self) -> None:
         """Run the recording. Raises LifetimeError if something it reads died or was exchanged; nothing ran then."""
         self._ready()

@@ -240,6 +240,10 @@ class Tape:
         """How many tensors of the tape hold the storage ``key``."""
         return self._own_count.get(key, 0)
 
+    def is_private(self, t: torch.Tensor) -> bool:
+        """Whether ``t`` is one of those tensors."""
+        return self._own.get(_View.of(t)) is t
+
     # Replay.
 
     @property
