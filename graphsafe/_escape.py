@@ -10,6 +10,7 @@ Requirements
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import types
 from collections.abc import Iterator
@@ -30,7 +31,10 @@ __all__ = ["bound_tensors", "escaped"]
 def bound_tensors(frame: FrameType) -> list[torch.Tensor]:
     """Tensors bound to names of the function that holds the ``with`` block."""
     names = frame.f_locals
-    found = [t for value in list(names.values()) for t in tensors(value)]
+    found = []
+    for value in list(names.values()):
+        with contextlib.suppress(GraphSafeError):  # a container that contains itself holds no output
+            found.extend(tensors(value))
     if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(names, dict):
         names.clear()  # before Python 3.13 this is a copy that would keep the tensors alive
     return found
