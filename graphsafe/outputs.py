@@ -2,9 +2,11 @@
 
 Requirements
 ------------
-1. Found by running the function at a second capacity, larger by amounts that cannot be confused, and comparing shapes:
-   a size that merely equals the bucket's is never taken for it.
-2. The extra run is part of the warm-up: what it changes is put back.
+1. Found by running the function at a second capacity, different by amounts that cannot be confused, and comparing
+   shapes: a size that merely equals the bucket's is never taken for it. The second has fewer tokens where it can: a
+   body may own a buffer that ends at the bucket's capacity.
+2. A dimension that is longer or shorter than the batch by a constant (``[N + 1]`` boundaries) stays so.
+3. The extra run is part of the warm-up: what it changes is put back.
 """
 
 from __future__ import annotations
@@ -16,18 +18,21 @@ from typing import Any
 import torch
 
 from graphsafe.bucket import Bucket
+from graphsafe.errors import error
 from graphsafe.tree import leaves, map_leaves
 
 __all__ = ["OutputPlan"]
 
+_OTHER_CHUNKS = 2
 _MORE_SEQUENCES = 3
+# With BT tokens a chunk, the tokens differ by 2 BT (even) and the slots by -2 + 3 or 2 + 3 (odd): never by the same.
 
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """By output path: (dimension, "tokens" or "sequences") pairs."""
+    """By output path: (dimension, "tokens" or "sequences", how much longer than the batch) of what follows it."""
 
-    axes: dict[str, tuple[tuple[int, str], ...]]
+    axes: dict[str, tuple[tuple[int, str, int], ...]]
 
     @classmethod
     def probe(
@@ -40,19 +45,23 @@ class OutputPlan:
         keep: Callable[[], Sequence[torch.Tensor]] | None,
         iterations: int,
     ) -> OutputPlan:
-        """Warm ``body`` up, and ``run_at`` a larger bucket where there is one; compare the shapes of their results."""
+        """Warm ``body`` up, and ``run_at`` another bucket where there is one; compare the shapes of their results."""
         shapes = _shapes(runtime.warm_up(body, iterations=iterations, keep=keep))
         if bucket is None:
             return cls({})
-        grown = Bucket(bucket.tokens + bucket.chunk_size, bucket.sequences + _MORE_SEQUENCES, bucket.chunk_size)
-        larger = _shapes(runtime.warm_up(lambda: run_at(grown), keep=keep))
-        follows = {bucket.chunk_size: "tokens", _MORE_SEQUENCES: "sequences"}
+        step = _OTHER_CHUNKS * bucket.chunk_size
+        tokens = bucket.tokens - step if bucket.tokens > step else bucket.tokens + step
+        other = Bucket(tokens, bucket.sequences + _MORE_SEQUENCES, bucket.chunk_size)
+        shapes_there = _shapes(runtime.warm_up(lambda: run_at(other), keep=keep))
+        if {p: len(s) for p, s in shapes.items()} != {p: len(s) for p, s in shapes_there.items()}:
+            raise error("structure", f"the function's results differ in number or rank between {bucket} and {other}")
+        follows = {tokens - bucket.tokens: ("tokens", bucket.tokens), _MORE_SEQUENCES: ("sequences", bucket.sequences)}
         return cls(
             {
                 path: tuple(
-                    (d, follows[b - a])
-                    for d, (a, b) in enumerate(zip(shape, larger[path], strict=True))
-                    if b - a in follows
+                    (dim, follows[there - here][0], here - follows[there - here][1])
+                    for dim, (here, there) in enumerate(zip(shape, shapes_there[path], strict=True))
+                    if there - here in follows
                 )
                 for path, shape in shapes.items()
             }
@@ -63,8 +72,8 @@ class OutputPlan:
         size = {"tokens": tokens, "sequences": sequences}
 
         def narrow(path: str, leaf: Any) -> Any:
-            for dim, kind in self.axes.get(path, ()):
-                leaf = leaf.narrow(dim, 0, size[kind])
+            for dim, kind, longer in self.axes.get(path, ()):
+                leaf = leaf.narrow(dim, 0, max(size[kind] + longer, 0))
             return leaf
 
         return map_leaves(narrow, result, "output")
