@@ -85,7 +85,7 @@ class GraphedCallable:
         self._signature = inspect.signature(function)
         self._injected = _TABLES if _TABLES in self._signature.parameters else None
         self._declared = {k: Input(v) if isinstance(v, str) else v for k, v in inputs.items()}
-        self._static_argnames = tuple(static_argnames)
+        self._static_argnames = self._checked_names(static_argnames)
         self._warm_up = warm_up
         self._keep = keep
         self._entries: dict[tuple[Any, ...], _Entry] = {}
@@ -126,7 +126,7 @@ class GraphedCallable:
         if isinstance(entry, str):
             return self._overflow(call, entry)
         self._update(entry, call)
-        result = entry.body()
+        result = _detached(entry.body())
         return result if entry.outputs is None else self._cut(entry, call, result)
 
     def verify(self, *args: Any, **kwargs: Any) -> Verification:
@@ -155,12 +155,21 @@ class GraphedCallable:
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         call = bind_call(self._signature, args, kwargs, self._injected)
+        call.values.update(_ambient(self.runtime.device.type))
         for path, t in call.tensors.items():
             if t.device.type != self.runtime.device.type:
                 raise error(
                     "other-device", f"argument {path!r} is on {t.device}; the runtime's device is {self.runtime.device}"
                 )
         return call
+
+    def _checked_names(self, names: Sequence[str]) -> tuple[str, ...]:
+        parameters = self._signature.parameters.values()
+        for name in names:
+            root = name.split(".")[0].split("[")[0]
+            if not any(p.name == root or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+                raise error("argument", f"static_argnames has {name!r}, but {self.function!r} has no such parameter")
+        return tuple(names)
 
     def _key(self, call: Call) -> tuple[Any, ...]:
         key = static_key(call, self._static_argnames)
@@ -204,7 +213,7 @@ class GraphedCallable:
         tokens, sequences = plan.sizes(call)
         self.stats.overflows["tokens" if tokens > self.buckets[-1].tokens else "sequences"] += 1
         live = Bucket(max(tokens, 1), sequences, self.buckets[-1].chunk_size)
-        return self._run(plan, plan.template(call), lambda path: call.tensors[path], live)
+        return _detached(self._run(plan, plan.template(call), lambda path: call.tensors[path], live))
 
     # Capture.
 
@@ -223,7 +232,7 @@ class GraphedCallable:
                 arena,
                 plan,
                 body=lambda: self._run(plan, template, arena.__getitem__, capacity),
-                probe=lambda grown: self._at_capacity(plan, template, arena, grown),
+                probe=lambda other: self._at_capacity(plan, template, arena, other),
             )
         return self._entries[key]
 
@@ -274,14 +283,14 @@ class GraphedCallable:
         call.arguments.update({name: arguments[name] for name in self._signature.parameters if name in arguments})
         return self.function(*call.args, **call.kwargs)
 
-    def _at_capacity(self, plan: InputPlan, template: Any, arena: Arena, grown: Bucket) -> Any:
+    def _at_capacity(self, plan: InputPlan, template: Any, arena: Arena, other: Bucket) -> Any:
         """The function at another capacity, to see which dimensions of its outputs follow the bucket's."""
-        bigger: Arena = self.runtime.arena(grown)
+        there: Arena = self.runtime.arena(other)
         for path, how in plan.copied().items():
             t = arena[path]
-            bigger.like(path, tuple(t.shape), t.dtype, how.kind, how.axis, how.pad)
-        bigger.update({path: arena[path] for path in plan.copied()})
-        return self._run(plan, template, bigger.__getitem__, grown)
+            there.like(path, tuple(t.shape), t.dtype, how.kind, how.axis, how.pad)
+        there.update({path: _example(arena[path], how, other) for path, how in plan.copied().items()})
+        return self._run(plan, template, there.__getitem__, other)
 
     # Update and results.
 
@@ -302,6 +311,12 @@ class GraphedCallable:
             self.stats.sequences_used += sequences
             self.stats.tokens_held += entry.bucket.tokens
             self.stats.sequences_held += entry.bucket.sequences
+
+
+def _ambient(device_type: str) -> dict[str, Any]:
+    """Host state that a body's results depend on though it is no argument: autocast."""
+    enabled = torch.is_autocast_enabled(device_type)
+    return {f"torch.autocast({device_type!r})": torch.get_autocast_dtype(device_type) if enabled else None}
 
 
 def _detached(result: Any) -> Any:

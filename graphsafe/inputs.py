@@ -79,13 +79,22 @@ def bind_call(
     values: dict[str, Any] = {}
     for name, value in arguments.items():
         for path, leaf in leaves(value, name):
+            if hasattr(leaf, "__array__") and not isinstance(leaf, torch.Tensor) and getattr(leaf, "shape", ()) != ():
+                raise error("host-data", f"argument {path!r} is a {type(leaf).__name__}; the graph would freeze it")
             (tensors if isinstance(leaf, torch.Tensor) else values)[path] = leaf
     return Call(arguments, tensors, values)
 
 
-def static_key(call: Call, static_argnames: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
-    """The values that select a graph."""
-    return tuple((path, value) for path, value in call.values.items() if _under(path, static_argnames) is not None)
+def static_key(call: Call, static_argnames: tuple[str, ...]) -> tuple[tuple[Any, ...], ...]:
+    """The values that select a graph, with what tells 1 from True and 1.0, and 0.0 from -0.0."""
+    for path, t in call.tensors.items():
+        if _under(path, static_argnames) is not None:
+            raise error("argument", f"argument {path!r} is {describe(t)}: a tensor is an input and cannot be static")
+    return tuple(
+        (path, type(value), value, repr(value) if isinstance(value, float) else "")
+        for path, value in call.values.items()
+        if _under(path, static_argnames) is not None
+    )
 
 
 def _under(path: str, names: Any) -> str | None:
@@ -125,6 +134,12 @@ class InputPlan:
             group = self._group_of(path)
             if name is not None:
                 self.inputs[path] = declared[name]
+                if path in sizes and declared[name].kind != "boundaries":
+                    raise error(
+                        "argument",
+                        f"inputs declares {path!r} as {declared[name].kind!r}; boundaries are always copied, so that "
+                        "a shorter batch can be continued by empty sequences",
+                    )
             elif path in sizes:
                 self.inputs[path] = Input("boundaries")
             elif group is None:
@@ -189,6 +204,9 @@ class InputPlan:
         for path in self.frozen:
             if path not in call.values:
                 raise error("structure", f"argument {path!r} of the capture is missing")
+        for path in call.values:
+            if path not in self.frozen and _under(path, self.static_argnames) is None:
+                raise error("structure", f"argument {path!r} was not there at the capture, which would ignore it")
 
     def _check_tensor(self, path: str, t: torch.Tensor) -> None:
         how, shape = self.inputs[path], self.shapes[path]
@@ -270,9 +288,17 @@ def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
     return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype
 
 
+def _python_number(value: Any) -> Any:
+    """A numpy scalar as a Python number; anything else unchanged."""
+    return value.item() if hasattr(value, "__array__") and getattr(value, "shape", None) == () else value
+
+
 def _same(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if isinstance(a, (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)):
+    a, b = _python_number(a), _python_number(b)
+    if isinstance(a, (float, complex)):
+        return type(a) is type(b) and repr(a) == repr(b)  # tells 0.0 from -0.0, and NaN is NaN
+    if isinstance(a, (bool, int, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)):
         return type(a) is type(b) and bool(a == b)
     return False
