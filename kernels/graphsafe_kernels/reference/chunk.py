@@ -137,9 +137,9 @@ def _prepare(layout: SlotLayout, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
                   q_inverse_norm, k_inverse_norm, gate_input)
 
 
-def _solve(layout: SlotLayout, x: _Slots, decays: Decays, start: torch.Tensor | None, scale: float,
-           final: bool) -> tuple[torch.Tensor, torch.Tensor | None, _Solved]:
-    """Outputs ``[Z, BT, V]``, leaving states of all slots (where ``final``), and the intermediates."""
+def _solve(layout: SlotLayout, x: _Slots, decays: Decays, start: torch.Tensor | None,
+           scale: float) -> tuple[torch.Tensor, list[torch.Tensor], _Solved]:
+    """Outputs ``[Z, BT, V]``, the states that leave each step, and the intermediates."""
     terms, saved = decays.forward(x.q, x.k, x.g)
     width = x.v.shape[2]
     lower = terms.kk * x.beta
@@ -150,21 +150,21 @@ def _solve(layout: SlotLayout, x: _Slots, decays: Decays, start: torch.Tensor | 
     transfer.diagonal(dim1=1, dim2=2).add_(terms.decay)
     local = torch.bmm(terms.qk, uw)
     qw = terms.qg - local[..., width:]
-    entering, leaving = state_chain(layout, transfer, carried[..., :width], start, leaving=final)
+    entering, leaving = state_chain(layout, transfer, carried[..., :width], start)
     o = torch.baddbmm(local[..., :width], qw, entering, beta=scale, alpha=scale)
     return o, leaving, _Solved(terms, saved, unscaled, lower, uw, transfer, qw, entering)
 
 
 def _solve_backward(layout: SlotLayout, x: _Slots, s: _Solved, do: torch.Tensor, dht: torch.Tensor | None,
-                    dh0: bool) -> tuple[Decayed, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of the decayed terms, of v and beta, and the states' gradients that leave slots backwards.
+                    ) -> tuple[Decayed, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Gradients of the decayed terms, of v and beta, and the states' gradients that leave each step, walking back.
 
     ``do`` ``[Z, BT, V]`` is already scaled; ``dht`` ``[N, HV, K, V]``.
     """
     terms, width = s.terms, x.v.shape[2]
     u, w = s.uw[..., :width], s.uw[..., width:]
     dleaving, dentering = state_chain(layout, s.transfer.transpose(1, 2), torch.bmm(s.qw.transpose(1, 2), do), dht,
-                                      reverse=True, leaving=dh0)
+                                      reverse=True)
     corrected = torch.baddbmm(u, w, s.entering, alpha=-1)
     dcorrected = torch.baddbmm(torch.bmm(terms.kd, dleaving), terms.qk.transpose(1, 2), do)
     entering_t = s.entering.transpose(1, 2)
@@ -220,22 +220,25 @@ class _ChunkDeltaRule(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, initial_state)
         if tables is not None:
             ctx.boundaries = SavedBoundaries("the delta rule", tables.cu_seqlens)
+        final: torch.Tensor | None
+        states: torch.Tensor | None
         if tokens == 0:
             o, final, states = _without_tokens(q, v, start, ctx.state_shape, tables)
         else:
             layout = (dense_layout(batch, tokens, options.chunk_size, q.device) if tables is None
                       else packed_layout(tables, tokens))
             x = _prepare(layout, q, k, v, g, beta, A_log, dt_bias, options)
-            outputs, leaving, solved = _solve(layout, x, decays, start, options.scale, options.output_final_state)
-            o = layout.to_tokens(outputs, v.shape, q.dtype)
-            final = None if leaving is None else layout.per_sequence(
-                leaving.view(-1, *ctx.state_shape[1:]), start, reverse=False)
-            states = layout.by_chunk(solved.entering.view(-1, *ctx.state_shape[1:]))
+            outputs, leaving, solved = _solve(layout, x, decays, start, options.scale)
+            o, final, states = layout.to_tokens(outputs, v.shape, q.dtype), None, None
+            if options.output_final_state:
+                final = layout.per_sequence(leaving, heads, start, reverse=False)
+            if options.return_intermediate_states:
+                states = layout.by_chunk(solved.entering.view(-1, *ctx.state_shape[1:]))
             ctx.layout = layout
             ctx.saved = (x, solved) if keep_intermediates else None
-        final = _transposed(final, options) if options.output_final_state else None
-        states = _transposed(states, options) if options.return_intermediate_states else None
-        return o, *(None if t is None else t.contiguous() for t in (final, states))
+        states_out = (_transposed(final, options) if options.output_final_state else None,
+                      _transposed(states, options) if options.return_intermediate_states else None)
+        return o, *(None if t is None else t.contiguous() for t in states_out)
 
     @staticmethod
     @first_order_only("the chunk form of a delta rule")
@@ -243,20 +246,22 @@ class _ChunkDeltaRule(torch.autograd.Function):
         q, k, v, g, beta, A_log, dt_bias, initial_state = ctx.saved_tensors
         if ctx.boundaries is not None:
             ctx.boundaries.get()
-        options, layout, has_start = ctx.options, ctx.layout, initial_state is not None
+        options, layout = ctx.options, ctx.layout
+        dh0: torch.Tensor | None = None
         none = (None,) * 4
         if layout is None:
-            dh0 = torch.zeros_like(initial_state) if has_start and dfinal is None else dfinal if has_start else None
             operands = (None if t is None else torch.zeros_like(t) for t in (q, k, v, g, beta, A_log, dt_bias))
+            if initial_state is not None:
+                dh0 = torch.zeros_like(initial_state) if dfinal is None else dfinal.clone()
             return (*none, *operands, dh0)
         start, dht = _transposed(initial_state, options), _transposed(dfinal, options)
         if ctx.saved is None:
             x = _prepare(layout, q, k, v, g, beta, A_log, dt_bias, options)
-            _, _, solved = _solve(layout, x, ctx.decays, start, options.scale, False)
+            solved = _solve(layout, x, ctx.decays, start, options.scale)[2]
         else:
             x, solved = ctx.saved
         do = layout.to_slots(do, x.v.dtype) * options.scale
-        d, dv, dbeta, dentering = _solve_backward(layout, x, solved, do, dht, has_start)
+        d, dv, dbeta, dentering = _solve_backward(layout, x, solved, do, dht)
         dq, dk, dg = ctx.decays.backward(x.q, x.k, solved.terms, d, solved.decays)
         dg, dA_log, ddt_bias = _gate_gradients(layout, dg, x, A_log, dt_bias, options)
         if options.beta_scale is not None:
@@ -268,10 +273,9 @@ class _ChunkDeltaRule(torch.autograd.Function):
             dk = l2norm_backward(_every(x.k, group), x.k_inverse_norm, dk)
         gradients = (layout.to_tokens(dx, t.shape, t.dtype)
                      for dx, t in ((dq, q), (dk, k), (dv, v), (dg, g), (dbeta, beta)))
-        dh0 = None
-        if dentering is not None:
-            dh0 = layout.per_sequence(dentering.view(-1, *ctx.state_shape[1:]), dht, reverse=True)
-        return (*none, *gradients, dA_log, ddt_bias, _transposed(dh0, options))
+        if initial_state is not None:
+            dh0 = _transposed(layout.per_sequence(dentering, v.shape[2], dht, reverse=True), options)
+        return (*none, *gradients, dA_log, ddt_bias, dh0)
 
 
 def _without_tokens(q: torch.Tensor, v: torch.Tensor, start: torch.Tensor | None, state_shape: tuple[int, ...],

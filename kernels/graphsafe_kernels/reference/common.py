@@ -93,14 +93,15 @@ class SlotLayout:
         """Each slot's own sequence's state: ``[N, HV, ...]`` -> ``[S, HV, ...]`` (packed batches)."""
         return states.index_select(0, self.sequence)
 
-    def per_sequence(self, slots: torch.Tensor, otherwise: torch.Tensor | None, *, reverse: bool) -> torch.Tensor:
-        """Of ``[S, HV, K, V]`` each sequence's last slot (its first with ``reverse``), ``[N, HV, K, V]``.
+    def per_sequence(self, leaving: list[torch.Tensor], heads: int, otherwise: torch.Tensor | None,
+                     *, reverse: bool) -> torch.Tensor:
+        """The states that leave each sequence, ``[N, HV, K, V]``, of those that leave each step.
 
-        A sequence without a token has none and gets ``otherwise``, or zero.
+        A sequence without a token has no slot and gets ``otherwise``, or zero.
         """
         if not self.packed:
-            return slots[: self.lanes] if reverse else slots[self.slots - self.lanes :]
-        picked = slots.index_select(0, self.first_slot if reverse else self.last_slot)
+            return leaving[0 if reverse else -1].view(self.lanes, heads, *leaving[0].shape[1:])
+        picked = torch.stack(leaving).index_select(0, self.first_slot if reverse else self.last_slot)
         empty = self.empty.view(-1, 1, 1, 1)
         return picked.masked_fill(empty, 0) if otherwise is None else torch.where(empty, otherwise, picked)
 
@@ -145,12 +146,13 @@ def packed_layout(tables: ChunkTables, tokens: int) -> SlotLayout:
 
 
 def state_chain(layout: SlotLayout, transfer: torch.Tensor, inject: torch.Tensor, start: torch.Tensor | None,
-                *, reverse: bool = False, leaving: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+                *, reverse: bool = False) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Carry states through the slots: ``leaving = transfer @ entering + inject`` for each slot in turn.
 
     ``transfer`` ``[S * HV, K, K]``, ``inject`` ``[S * HV, K, V]``, ``start`` ``[N, HV, K, V]`` or None for zeros: the
-    state that enters a sequence's first slot (its last with ``reverse``, which walks backwards). Returns the entering
-    and, where asked for, the leaving states of all slots, ``[S * HV, K, V]``.
+    state that enters a sequence's first slot (its last with ``reverse``, which walks backwards). Returns the states
+    that enter the slots, ``[S * HV, K, V]``, and a list of those that leave each step, ``[lanes * HV, K, V]``, both in
+    the order of the slots.
 
     A state of another sequence is replaced by selection, so what it holds cannot matter.
     """
@@ -174,12 +176,11 @@ def state_chain(layout: SlotLayout, transfer: torch.Tensor, inject: torch.Tensor
             state = state.masked_fill(restarts[step], 0)
         entered.append(state)
         state = torch.baddbmm(injects[step], transfers[step], state)
-        if leaving:
-            left.append(state)
+        left.append(state)
     if reverse:
         entered.reverse()
         left.reverse()
-    return torch.cat(entered), torch.cat(left) if leaving else None
+    return torch.cat(entered), left
 
 
 def l2norm(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

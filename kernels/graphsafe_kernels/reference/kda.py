@@ -60,7 +60,7 @@ class ChannelDecays:
         factors = torch.bmm(sums.expand(slots, -1, -1), g).exp().view(slots, levels + 2, chunk_size, width)
         qk = torch.stack([q, k], 1).unsqueeze(1) * factors[:, :levels].unsqueeze(2)
         products = torch.bmm(qk.view(-1, 2 * chunk_size, width), qk[:, :, 1].reshape(-1, chunk_size, width).mT)
-        products = products.view(slots, levels, 2, chunk_size, chunk_size).masked_fill(unmet, 0).sum(1)
+        products = products.view(slots, levels, 2, chunk_size, chunk_size).masked_fill_(unmet, 0).sum(1)
         products[:, 0].diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))
         to_end, from_start = factors[:, levels], factors[:, levels + 1]
         terms = Decayed(kk=products[:, 1], qk=products[:, 0], qg=q * from_start, kg=k * from_start, kd=k * to_end,

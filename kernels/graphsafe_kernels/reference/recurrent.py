@@ -14,7 +14,6 @@ import torch
 
 from graphsafe_kernels.delta_rule import DeltaRuleOptions, state_dtype
 from graphsafe_kernels.reference.gate import LOWEST, Gate, softplus
-from graphsafe_kernels.reference.rows import sigmoid
 
 __all__ = ["delta_rule_recurrence", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda"]
 
@@ -30,13 +29,19 @@ def delta_rule_recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dec
     """
     outputs = []
     for t in range(q.shape[1]):
-        decayed = decay[:, t] * state
+        entering = state
+        if lengths is not None:  # a sequence that has ended takes no part, so that its state may hold anything
+            alive = (lengths > t).view(-1, 1, 1, 1)
+            entering = state.masked_fill(~alive, 0)
+        decayed = decay[:, t] * entering
         error = v[:, t] - (k[:, t].unsqueeze(-1) * decayed).sum(-2)
         update = (beta[:, t].unsqueeze(-1) * k[:, t]).unsqueeze(-1) * error.unsqueeze(-2)
         updated = decayed + update
         outputs.append(scale * (q[:, t].unsqueeze(-1) * updated).sum(-2))
-        state = updated if lengths is None else torch.where((lengths > t).view(-1, 1, 1, 1), updated, state)
-    return (torch.stack(outputs, 1) if outputs else torch.zeros_like(v)), state
+        state = updated if lengths is None else torch.where(alive, updated, state)
+    if not outputs:  # no element, but still a function of every operand, as autograd should see it
+        return v * (q * k).sum(-1, keepdim=True) * (beta * decay.sum((-2, -1))).unsqueeze(-1), state.clone()
+    return torch.stack(outputs, 1), state
 
 
 class _Packed:
@@ -63,12 +68,18 @@ class _Packed:
         return flat[self.places].unsqueeze(0)
 
 
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The sigmoid by ``exp`` of what is below 0 alone: the same bits at any place, and a derivative autograd finds."""
+    falling = torch.where(x < 0, x, -x).exp()
+    return torch.where(x < 0, falling, torch.ones_like(x)) / (1 + falling)
+
+
 def _gate(x: torch.Tensor, gate: Gate) -> torch.Tensor:
     """The in-kernel gate as autograd should see it; x ``[N, T, HV]`` or ``[N, T, HV, K]``."""
     z = x if gate.bias is None else x + gate.bias
     factor = gate.factor()
     if gate.lower_bound is not None:
-        return gate.lower_bound * sigmoid(z if factor is None else factor * z)
+        return gate.lower_bound * _sigmoid(z if factor is None else factor * z)
     g = -softplus(z)
     return g.clamp(min=LOWEST) if factor is None else (factor * g).clamp(min=LOWEST)
 
@@ -89,7 +100,7 @@ def _recurrent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: list[to
     if options.gate_in_kernel:
         logs = [_gate(logs[0], gate)]
     if options.beta_scale is not None:
-        betas = options.beta_scale * sigmoid(betas)
+        betas = options.beta_scale * _sigmoid(betas)
     decay = torch.ones_like(betas)[..., None, None]
     for log in logs:
         decay = decay * log.exp()
@@ -103,8 +114,7 @@ def _recurrent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: list[to
     if not options.output_final_state:
         return o.to(q.dtype), None
     final = final.transpose(-1, -2) if options.state_v_first else final
-    # a new tensor even where no token came: the caller may write to either state
-    return o.to(q.dtype), final.contiguous() if final is not initial_state else final.clone()
+    return o.to(q.dtype), final.contiguous()
 
 
 def fused_recurrent_gated_delta_rule(
@@ -114,8 +124,8 @@ def fused_recurrent_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gated delta rule on checked operands, shapes as in the public operator; (o, final states or None)."""
     dtype = state_dtype(q.dtype)
-    gates = [x[(..., *index)] for x, index in ((g, (None, None)), (gk, (slice(None), None)), (gv, (None, slice(None))))
-             if x is not None]
+    gates = [x for x in (None if g is None else g[..., None, None], None if gk is None else gk.unsqueeze(-1),
+                         None if gv is None else gv.unsqueeze(-2)) if x is not None]
     gate = Gate(None if A_log is None else A_log.to(dtype).view(-1, 1, 1),
                 None if dt_bias is None else dt_bias.to(dtype).view(-1, 1, 1), None)
     return _recurrent(q, k, v, gates, beta, gate, initial_state, cu_seqlens, options)
