@@ -5,8 +5,8 @@ Requirements
 1. Every static tensor of a bucket has a name and lives here; the arena hands out the tensor itself, at one address for
    its whole life.
 2. ``update`` copies new data in, in place, without a host read. What a smaller batch leaves free is set to the
-   tensor's padding value, so that nobody can read the tail of an earlier batch.
-3. ``seal`` ends growth; a later allocation is refused with the line that asked for it. A capture seals.
+   tensor's padding value, whoever wrote it last, so that nobody can read the tail of an earlier batch.
+3. ``seal`` ends growth; a later allocation is refused with the line that asked for it, as is one inside a capture.
 4. ``price`` in bytes is known before anything is allocated (:class:`Price`) and equals what is held afterwards.
 5. With ``canaries`` each tensor lies between guard bytes, and ``check_canaries`` names the tensor that was overrun.
 6. After ``close`` nothing is handed out or updated.
@@ -24,6 +24,7 @@ import torch
 from typing_extensions import Self
 
 from graphsafe._location import Location, caller
+from graphsafe._one_capture import one_capture
 from graphsafe._storage import key_of
 from graphsafe.bucket import Bucket
 from graphsafe.contract import check_tensor, describe
@@ -47,8 +48,6 @@ class Slot:
     pad: float
     made_at: Location | None
     guarded: torch.Tensor | None
-    filled: int = 0
-    """Rows along ``dim`` that an earlier update may have left non-padding."""
 
 
 @runtime_checkable
@@ -123,18 +122,20 @@ class Arena:
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str, dim: int, pad: float
     ) -> torch.Tensor:
         self._open()
-        if self.sealed:
-            raise error("arena-sealed", f"tensor {name!r} was asked of a sealed arena")
+        if self.sealed or one_capture.running_here:
+            state = "a sealed arena" if self.sealed else "an arena inside a capture"
+            raise error("arena-sealed", f"tensor {name!r} was asked of {state}")
         if name in self._slots:
             raise error("argument", f"the arena already has a tensor {name!r}, made at {self._slots[name].made_at}")
         line = PriceLine.of(name, shape, dtype)
         guarded = None
-        if self.canaries:
-            guarded = torch.full((line.bytes + 2 * _GUARD_BYTES,), _CANARY, dtype=torch.uint8, device=self.device)
-            tensor = guarded[_GUARD_BYTES : _GUARD_BYTES + line.bytes].view(dtype).view(shape)
-        else:
-            tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        tensor.fill_(pad)
+        with torch.inference_mode(False):  # an inference tensor could not be updated later
+            if self.canaries:
+                guarded = torch.full((line.bytes + 2 * _GUARD_BYTES,), _CANARY, dtype=torch.uint8, device=self.device)
+                tensor = guarded[_GUARD_BYTES : _GUARD_BYTES + line.bytes].view(dtype).view(shape)
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            tensor.fill_(pad)
         self._slots[name] = Slot(name, tensor, kind, dim, pad, caller(), guarded)
         return tensor
 
@@ -188,9 +189,8 @@ class Arena:
         if slot.kind == "boundaries":
             slot.tensor[have:].copy_(value[-1:].expand(slot.tensor.shape[0] - have))
             return
-        if slot.filled > have:
-            slot.tensor.narrow(slot.dim, have, slot.filled - have).fill_(slot.pad)
-        slot.filled = have
+        if slot.tensor.shape[slot.dim] > have:
+            slot.tensor.narrow(slot.dim, have, slot.tensor.shape[slot.dim] - have).fill_(slot.pad)
 
     def holds(self, t: torch.Tensor) -> str | None:
         """The name under which this arena owns the storage of ``t``, or None."""

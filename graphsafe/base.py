@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
@@ -27,6 +26,7 @@ import torch
 
 from graphsafe._escape import bound_tensors, escaped
 from graphsafe._location import Location, caller
+from graphsafe._one_capture import one_capture
 from graphsafe._state import Generators, SavedState, host_random_state
 from graphsafe._storage import key_of
 from graphsafe._watch import Recorder, Watch
@@ -38,30 +38,6 @@ from graphsafe.runtime import Graph, MemoryFigures
 from graphsafe.tree import tensors
 
 __all__ = ["BaseGraph", "BaseRuntime", "Capture"]
-
-
-class _OneCapture:
-    """The process-wide lock of captures. It refuses instead of waiting."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._where: Location | None = None
-
-    def acquire(self, where: Location | None) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise error("concurrent-capture", f"a capture is running already, begun at {self._where}")
-        self._where = where
-
-    def release(self) -> None:
-        self._where = None
-        self._lock.release()
-
-    @property
-    def running(self) -> bool:
-        return self._lock.locked()
-
-
-_one_capture = _OneCapture()
 
 
 class BaseGraph:
@@ -83,7 +59,7 @@ class BaseGraph:
     def _ready(self) -> None:
         if self.state != "captured":
             raise error("out-of-order", f"replay of a graph that is {self.state}, made at {self.made_at}")
-        if _one_capture.running:
+        if one_capture.running:
             raise error(
                 "out-of-order", "a graph is replayed while a capture is running", remedy="Finish the capture first."
             )
@@ -129,8 +105,8 @@ class Capture:
 
     def __enter__(self) -> Any:
         where = caller()
-        _one_capture.acquire(where)
-        self._stack = [_one_capture.release]
+        one_capture.acquire(where)
+        self._stack = [one_capture.release]
         try:
             gc.collect()
             torch.clear_autocast_cache()  # a cast made before would be read, though nothing holds it later

@@ -153,7 +153,7 @@ _ALL = (
         "arena-sealed",
         "A sealed arena does not grow.",
         "Memory made after the capture is not what the graph reads.",
-        "Allocate everything before arena.seal() (capture seals it).",
+        "Allocate everything before the capture and before arena.seal().",
     ),
     Rule(
         "GS205",
