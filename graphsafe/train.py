@@ -8,8 +8,8 @@ Requirements
    that a batch does not use has a gradient of zero.
 3. Capture changes nothing: parameters, optimizer state and generators are afterwards what they were; state that the
    first step makes goes back to its value from before it.
-4. Host values that a step would freeze (learning rate and other options, train/eval mode) are compared at each call
-   and refused by name when they changed.
+4. What a step would freeze (learning rate and other options, train/eval mode, which parameters there are and which of
+   them train) is compared at each call and refused by name when it changed.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ class TrainStep:
     def verify(self, batch: Any) -> Verification:
         """Prove that a replayed step changes parameters, state and losses as an eager one does, bit for bit."""
         self._check(batch)
-        return self._graphed.verify(batch)
+        found = self._graphed.verify(batch)
+        self._host_values = self._host_values or self._present_host_values()
+        return found
 
     @property
     def stats(self) -> Stats:
@@ -200,6 +202,7 @@ class TrainStep:
 
     def _check(self, batch: Any) -> None:
         self._check_batch(batch)
+        self._check_parameters()
         self._attach_gradients()
         if self._host_values is None:
             return
@@ -211,6 +214,21 @@ class TrainStep:
                     f"{name} was {old!r} at capture and is {value!r} now",
                     remedy="Make it a tensor changed in place (lr=torch.tensor(1e-3)), or make a new TrainStep.",
                 )
+
+    def _check_parameters(self) -> None:
+        present = _named_parameters(self.model, self.optimizer)
+        for name in (*self._parameters, *present):
+            old, new = self._parameters.get(name), present.get(name)
+            if old is new:
+                continue
+            if old is not None and new is not None:
+                raise error("input-rebound", f"the parameter {name!r} is another tensor than when the step was made")
+            change = "no longer trains, or is gone" if new is None else "is new, or trains now"
+            raise error(
+                "frozen-scalar",
+                f"the parameter {name!r} {change} since the step was made",
+                remedy="Make a new TrainStep after changing what trains.",
+            )
 
     def _check_batch(self, batch: Any) -> None:
         if self.accumulate > 1 and (not isinstance(batch, (list, tuple)) or len(batch) != self.accumulate):
