@@ -169,6 +169,17 @@ def test_sglang_32555_the_tail_of_an_earlier_batch_is_not_read(rule, options):
     assert_same_live(got, run_case(small, CHUNK[rule], fresh), small)
 
 
+@both_rules
+@both_gates
+def test_boundaries_beyond_the_rows_touch_nothing_beyond_them(rule, options):
+    case = packed_case(rule, options, (30, 50))
+    tensors = make(case)
+    want = run_case(case, CHUNK[rule], tensors)
+    got = run_case(case, CHUNK[rule], tensors, cu_seqlens=torch.tensor([0, 30, 85]))
+    for name, w in want.items():
+        assert_same_bits(got[name], w, name)
+
+
 # --- sequences ---------------------------------------------------------------------------------------------------
 
 
