@@ -108,7 +108,8 @@ class Capture:
         one_capture.acquire(where)
         self._stack = [one_capture.release]
         try:
-            gc.collect()
+            if not self._runtime.capture_executes:
+                gc.collect()  # memory of garbage, which a capture could not give back
             torch.clear_autocast_cache()  # a cast made before would be read, though nothing holds it later
             if gc.isenabled():
                 gc.disable()
@@ -178,8 +179,10 @@ class Capture:
         kept = graph.declared or bound_tensors(frame)
         del frame
         torch.clear_autocast_cache()  # nor may a cast made inside be used outside
-        gc.collect()
         problem = escaped(watch, kept, graph)
+        if problem is not None:
+            gc.collect()  # garbage keeps nothing
+            problem = escaped(watch, kept, graph)
         if problem is None:
             self._runtime._captured(graph, watch)
             graph.state = "captured"
