@@ -8,19 +8,22 @@ Requirements
 2. Every implementation of an operator is a function of the operator's name in the module registered here, and all of
    them take the same arguments.
 3. A module is imported when it is first needed: importing this package loads neither triton nor a device's adapter.
+4. Inside ``reference_only()`` every operator is served by its reference, on every device: the oracle of a comparison.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 
-__all__ = ["OPERATORS", "REFERENCE", "TRITON", "implementation", "resolve"]
+__all__ = ["OPERATORS", "REFERENCE", "TRITON", "implementation", "reference_only", "resolve"]
 
 REFERENCE: dict[str, str] = {
     "build_tables": "graphsafe.metadata",
@@ -39,6 +42,18 @@ TRITON: dict[str, str] = {}
 
 OPERATORS = tuple(REFERENCE)
 
+_reference_only: contextvars.ContextVar[bool] = contextvars.ContextVar("reference_only", default=False)
+
+
+@contextlib.contextmanager
+def reference_only() -> Iterator[None]:
+    """Inside the block, calls of operators take the PyTorch reference whatever the device."""
+    token = _reference_only.set(True)
+    try:
+        yield
+    finally:
+        _reference_only.reset(token)
+
 
 def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
@@ -48,7 +63,7 @@ def implementation(operator: str, device: torch.device) -> Literal["reference", 
     """The implementation that serves ``operator`` for a tensor on ``device``."""
     if operator not in REFERENCE:
         raise KeyError(f"no operator {operator!r}; known: {', '.join(OPERATORS)}")
-    if operator in TRITON and (device.type != "cpu" or _interpreting()):
+    if operator in TRITON and not _reference_only.get() and (device.type != "cpu" or _interpreting()):
         return "triton"
     return "reference"
 

@@ -1,0 +1,131 @@
+"""The AscendC kernels of the ``fla_npu`` wheel as a provider.
+
+Requirements
+------------
+1. The adapter calls ``fla_npu.ops.ascendc.chunk_kda_fwd``, the fused forward; its operands are ``[B, T, H, K]`` there
+   (layout BSND), so nothing is transposed.
+2. What the fused forward does not do (l2 norm of q and k, the sigmoid of beta) is done before it in torch, as a
+   declared conversion.
+3. On a machine without it, everything that is missing is named, not the first thing only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from graphsafe_kernels.providers.service import Provider, Request, Service
+
+__all__ = ["FlaNpuProvider"]
+
+_EPSILON = 1e-6
+_MAX_HEADS = 128
+_MAX_WIDTH = 256
+_SEQUENCES = 1024
+
+
+class FlaNpuProvider(Provider):
+    """KDA forward on Ascend."""
+
+    name = "fla_npu"
+    install = (
+        "Install the fla_npu wheel of flash-linear-attention-npu built for this CANN and torch_npu, and source CANN's "
+        "set_env.sh, on a machine with an Ascend NPU"
+    )
+
+    def __init__(self) -> None:
+        self.services = {
+            "chunk_kda": Service(
+                ("npu",),
+                (torch.float16, torch.bfloat16),
+                frozenset(
+                    {
+                        "scale",
+                        "initial_state",
+                        "output_final_state",
+                        "use_qk_l2norm_in_kernel",
+                        "use_gate_in_kernel",
+                        "use_beta_sigmoid_in_kernel",
+                        "allow_neg_eigval",
+                        "safe_gate",
+                        "lower_bound",
+                        "disable_recompute",
+                        "state_v_first",
+                        "cu_seqlens",
+                        "A_log",
+                        "dt_bias",
+                    }
+                ),
+                unsafe="it takes the boundaries as host integers, so a graph would freeze one batch's layout",
+                backward=False,
+                conversions=(
+                    "cu_seqlens is read on the host",
+                    "the l2 norm of q and k is applied before the call",
+                    "the sigmoid of beta is applied before the call",
+                    "A_log and dt_bias are converted to fp32; an omitted A_log becomes zeros",
+                ),
+                limit=_limit,
+            )
+        }
+
+    @property
+    def distributions(self) -> tuple[str, ...]:
+        return ("fla-npu", "torch_npu")
+
+    def missing(self) -> str | None:
+        lacks = [f"no module {name}" for name in ("fla_npu", "torch_npu") if importlib.util.find_spec(name) is None]
+        if not os.environ.get("ASCEND_HOME_PATH"):
+            lacks.append("no CANN environment (ASCEND_HOME_PATH is not set)")
+        if not lacks:
+            importlib.import_module("torch_npu")
+            if not torch.get_device_module("npu").is_available():
+                lacks.append("no Ascend NPU")
+        return "; ".join(lacks) or None
+
+    def function(self, operator: str) -> Callable[..., Any]:
+        forward: Callable[..., Any] = importlib.import_module("fla_npu.ops.ascendc").chunk_kda_fwd
+
+        def call(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **options: Any
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            scale = options.pop("scale", q.shape[-1] ** -0.5)
+            if options.pop("use_qk_l2norm_in_kernel", False):
+                q, k = _normalised(q), _normalised(k)
+            doubled = options.pop("allow_neg_eigval", False)
+            if options.pop("use_beta_sigmoid_in_kernel", False):
+                beta = beta.float().sigmoid() * (2.0 if doubled else 1.0)
+            if options.get("use_gate_in_kernel"):
+                a_log, bias = options.get("A_log"), options.get("dt_bias")
+                options["A_log"] = q.new_zeros(v.shape[2], dtype=torch.float32) if a_log is None else a_log.float()
+                options["dt_bias"] = None if bias is None else bias.float()
+            if options.get("cu_seqlens") is not None:
+                options["cu_seqlens"] = tuple(options["cu_seqlens"].tolist())
+            o, final_state, *_ = forward(q, k, v, g, beta, scale, 64, layout="BSND", **options)
+            return o, final_state if options.get("output_final_state") else None
+
+        return call
+
+
+def _normalised(x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPSILON)).to(x.dtype)
+
+
+def _limit(request: Request) -> str | None:
+    q, v = request.arguments["q"], request.arguments["v"]
+    for name, width in (("K", q.shape[-1]), ("V", v.shape[-1])):
+        if width % 16 or not 16 <= width <= _MAX_WIDTH:
+            return f"it takes widths that are multiples of 16 up to {_MAX_WIDTH}, and {name} is {width}"
+    if v.shape[2] > _MAX_HEADS:
+        return f"it takes up to {_MAX_HEADS} value heads, and v has {v.shape[2]}"
+    if request.arguments.get("lower_bound") is not None and not request.arguments.get("safe_gate"):
+        return "it takes a lower_bound with safe_gate=True only"
+    cu_seqlens = request.arguments.get("cu_seqlens")
+    if cu_seqlens is not None and cu_seqlens.shape[0] - 1 > _SEQUENCES:
+        return f"it takes up to {_SEQUENCES} sequences, and the batch has {cu_seqlens.shape[0] - 1}"
+    return None

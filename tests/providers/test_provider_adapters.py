@@ -1,0 +1,247 @@
+"""The adapters of other libraries, against stand-ins with those libraries' signatures."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from graphsafe_kernels.conv import causal_conv1d as own_convolution
+from graphsafe_kernels.gdn import chunk_gated_delta_rule
+from graphsafe_kernels.kda import chunk_kda
+from graphsafe_kernels.providers import get_provider, known_providers, request_of
+from graphsafe_kernels.providers.causal_conv1d_cuda import CausalConv1dProvider
+from graphsafe_kernels.providers.fla import FlaProvider, UnguardedFlaProvider
+from graphsafe_kernels.providers.fla_npu import FlaNpuProvider
+from graphsafe_kernels.providers.flash_qla import FlashQlaProvider
+from provider_operands import operands
+from provider_stand_ins import causal_conv1d, fla, fla_npu, flash_qla
+
+Calls = list[dict[str, Any]]
+FOREIGN = ("causal-conv1d", "fla", "fla-unguarded", "fla_npu", "flash_qla")
+GATE = {
+    "A_log": torch.tensor([0.1, 0.4]),
+    "dt_bias": torch.linspace(-1, 1, 32),
+    "use_gate_in_kernel": True,
+    "safe_gate": True,
+    "lower_bound": -5.0,
+}
+
+
+@pytest.fixture
+def conv_library(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    monkeypatch.setitem(sys.modules, "causal_conv1d", causal_conv1d(calls))
+
+
+@pytest.fixture
+def npu_library(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    monkeypatch.setitem(sys.modules, "fla_npu.ops.ascendc", fla_npu(calls))
+
+
+@pytest.fixture
+def fla_library(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    for name, module in fla(calls).items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def same(got: Any, want: Any) -> None:
+    """Equal results, None where None is right."""
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_every_foreign_provider_is_registered() -> None:
+    assert set(known_providers()) == {*FOREIGN, "graphsafe", "reference"}
+
+
+@pytest.mark.parametrize("provider", FOREIGN)
+def test_what_is_missing_is_named(provider: str) -> None:
+    missing = get_provider(provider).missing()
+    assert missing is not None
+    assert "no module" in missing
+    assert get_provider(provider).install
+
+
+def test_everything_that_fla_npu_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    assert FlaNpuProvider().missing() == (
+        "no module fla_npu; no module torch_npu; no CANN environment (ASCEND_HOME_PATH is not set)"
+    )
+
+
+@pytest.mark.parametrize("provider", FOREIGN)
+def test_no_foreign_provider_claims_to_be_graph_safe(provider: str) -> None:
+    services = get_provider(provider).services
+    assert services
+    assert all(service.unsafe and not service.graph_safe for service in services.values())
+
+
+# fla_npu
+
+
+@pytest.mark.usefixtures("npu_library")
+@pytest.mark.parametrize("states", [False, True])
+def test_fla_npu_gets_what_it_needs_and_gives_what_is_right(states: bool, calls: Calls) -> None:
+    options = {
+        **GATE,
+        "use_qk_l2norm_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "allow_neg_eigval": True,
+        "disable_recompute": True,
+    }
+    if states:
+        options |= {"initial_state": torch.ones(2, 2, 16, 16), "output_final_state": True}
+    request = request_of("chunk_kda", **operands(), **options)
+    got = FlaNpuProvider().function("chunk_kda")(**request.arguments)
+    same(got, chunk_kda(**operands(), **options))
+    handed = calls[0]
+    assert handed["cu_seqlens"] == (0, 23, 70)
+    assert handed["scale"] == 0.25
+    assert handed["disable_recompute"] is True
+    torch.testing.assert_close(handed["q"].norm(dim=-1), torch.ones(1, 70, 1))
+
+
+@pytest.mark.usefixtures("npu_library")
+def test_fla_npu_omitted_a_log_is_a_unit_scale(calls: Calls) -> None:
+    options = {k: v for k, v in GATE.items() if k != "A_log"}
+    got = FlaNpuProvider().function("chunk_kda")(**operands(), **options)
+    same(got, chunk_kda(**operands(), **options))
+    assert torch.equal(calls[0]["A_log"], torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_graph": True}, "not graph-safe: it takes the boundaries as host integers"),
+        ({"chunk_size": 32}, "it has no chunk_size"),
+        ({"A_log": GATE["A_log"], "use_gate_in_kernel": True, "lower_bound": -3.0}, "with safe_gate=True only"),
+    ],
+    ids=["graph", "chunk-size", "bound"],
+)
+def test_fla_npu_refuses(changes: dict[str, Any], reason: str) -> None:
+    service = FlaNpuProvider().services["chunk_kda"]
+    on_device = {k: v for k, v in operands(dtype=torch.float16).items()}
+    request = request_of("chunk_kda", **on_device, **changes)
+    assert reason in str(_anywhere(service).refusal(request))
+
+
+def test_fla_npu_refuses_widths_and_gradients() -> None:
+    service = _anywhere(FlaNpuProvider().services["chunk_kda"])
+    assert "K is 24" in str(service.refusal(request_of("chunk_kda", **operands(dtype=torch.float16, width=24))))
+    call = operands(dtype=torch.float16)
+    call["v"].requires_grad_()
+    assert "no backward" in str(service.refusal(request_of("chunk_kda", **call)))
+
+
+def _anywhere(service: Any) -> Any:
+    """The service as if the operands were on its device."""
+    import dataclasses
+
+    return dataclasses.replace(service, devices=())
+
+
+# causal-conv1d
+
+
+@pytest.mark.usefixtures("conv_library")
+@pytest.mark.parametrize("packed", [False, True])
+def test_causal_conv1d_is_handed_views_and_sequence_numbers(packed: bool, calls: Calls) -> None:
+    call = operands("causal_conv1d") | {"activation": "silu", "residual": torch.ones(1, 70, 6)}
+    if not packed:
+        del call["cu_seqlens"]
+    got = CausalConv1dProvider().function("causal_conv1d")(**call)
+    same(got, own_convolution(**call))
+    assert calls[0]["x"].data_ptr() == call["x"].data_ptr()
+    if packed:
+        assert calls[0]["seq_idx"].tolist() == [[0] * 23 + [1] * 47]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"output_final_state": True}, "it has no output_final_state"),
+        ({"weight": torch.ones(6, 5)}, "2 to 4 taps, and weight has 5"),
+        ({"weight": torch.ones(6, 4, dtype=torch.float16)}, "need one dtype"),
+        ({"use_graph": True}, "not graph-safe"),
+    ],
+    ids=["states", "taps", "dtypes", "graph"],
+)
+def test_causal_conv1d_refuses(changes: dict[str, Any], reason: str) -> None:
+    service = _anywhere(CausalConv1dProvider().services["causal_conv1d"])
+    assert reason in str(service.refusal(request_of("causal_conv1d", **(operands("causal_conv1d") | changes))))
+
+
+# flash-linear-attention
+
+
+@pytest.mark.usefixtures("fla_library")
+@pytest.mark.parametrize(
+    ("operator", "own"),
+    [
+        ("chunk_kda", chunk_kda),
+        ("chunk_gated_delta_rule", chunk_gated_delta_rule),
+        ("causal_conv1d", own_convolution),
+    ],
+)
+def test_fla_is_handed_operands_and_options_alone(operator: str, own: Any, calls: Calls) -> None:
+    call = operands(operator) | {"output_final_state": True, "use_graph": False}
+    request = request_of(operator, **call)
+    got = FlaProvider().function(operator)(**request.arguments)
+    same(got, own(**call))
+    assert set(calls[0]) == set(operands(operator)) | {"output_final_state"}
+
+
+def test_fla_imported_with_its_dispatch_on_is_refused(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    import importlib.util
+
+    for name, module in fla(calls).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.delenv("FLA_DISABLE_BACKEND_DISPATCH", raising=False)
+    assert "another library's" in str(FlaProvider().missing())
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    assert FlaProvider().missing() is None
+
+
+@pytest.mark.usefixtures("fla_library")
+def test_the_guard_is_lifted_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    import types
+
+    guard = types.ModuleType("fla.ops.common.chunk_o")
+    guard.TRITON_ABOVE_3_4_0, guard.TRITON_ABOVE_3_7_1 = True, False  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fla.ops.common.chunk_o", guard)
+    FlaProvider().function("chunk_gated_delta_rule")
+    assert FlaProvider()._guard_is_up()
+    UnguardedFlaProvider().function("chunk_kda")
+    assert FlaProvider()._guard_is_up()
+    UnguardedFlaProvider().function("chunk_gated_delta_rule")
+    assert not FlaProvider()._guard_is_up()
+    assert any("guard" in note for note in UnguardedFlaProvider.notes)
+
+
+# FlashQLA
+
+
+def test_flash_qla_is_handed_its_own_arguments(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    monkeypatch.setitem(sys.modules, "flash_qla", flash_qla(calls))
+    call = operands("chunk_gated_delta_rule") | {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    request = request_of("chunk_gated_delta_rule", **call)
+    same(FlashQlaProvider().function(request.operator)(**request.arguments), chunk_gated_delta_rule(**call))
+
+
+@pytest.mark.parametrize(
+    ("width", "capability", "reason"),
+    [(16, (9, 0), "K = 16, V = 16"), (128, (8, 0), "this is (8, 0)"), (128, (9, 0), "None")],
+    ids=["width", "ampere", "served"],
+)
+def test_flash_qla_limits(
+    width: int, capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    service = _anywhere(FlashQlaProvider().services["chunk_gated_delta_rule"])
+    call = operands("chunk_gated_delta_rule", dtype=torch.float16, width=width)
+    assert reason in str(service.refusal(request_of("chunk_gated_delta_rule", **call)))
