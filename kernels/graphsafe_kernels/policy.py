@@ -1,0 +1,117 @@
+"""The per-device policy: what may differ between devices that run one kernel source.
+
+Requirements
+------------
+1. A configuration comes from a table, by device kind and by sizes that a layer fixes (channels, taps, chunk size):
+   there is no tuning, and nothing depends on T or how much padding there is.
+2. A kind is found without a launch. An NVIDIA device newer than the table takes the newest row not above it; a device
+   of no row is refused by name.
+3. Inline PTX and a grid of the cores' size are used where the policy says so and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from graphsafe.errors import error
+
+__all__ = ["KINDS", "ConvPolicy", "Policy", "TablePolicy", "device_kind", "policy_for"]
+
+
+@dataclass(frozen=True)
+class TablePolicy:
+    """The table builder: ``tile`` sequences at a time, ``lane`` a warp.
+
+    A program has ``compared / tile`` slots, but at least ``slots``.
+    """
+
+    tile: int = 1024
+    slots: int = 8
+    compared: int = 4096
+    lane: int = 128
+
+
+@dataclass(frozen=True)
+class ConvPolicy:
+    """Sizes of the short convolution's kernels.
+
+    ``*_block`` channels a program, ``*_lane`` channels a warp, ``*_turn`` rows (4 or 8) in registers ahead;
+    ``forward_rows`` a program at most; the second stage keeps ``reduce_lanes`` running sums of ``reduce_block``
+    channels.
+    """
+
+    forward_block: int = 128
+    forward_lane: int = 64
+    forward_rows: int = 32
+    forward_turn: int = 8
+    backward_block: int = 256
+    backward_lane: int = 128
+    backward_turn: int = 4
+    state_block: int = 128
+    reduce_block: int = 32
+    reduce_lanes: int = 64
+    reduce_warps: int = 4
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One device kind.
+
+    ``ptx``: inline PTX may be used; ``cores``: a grid has at most this many programs, each walking tasks (0: one task a
+    program).
+    """
+
+    kind: str
+    ptx: bool
+    cores: int
+    tables: TablePolicy
+    conv: ConvPolicy
+
+
+KINDS: dict[str, Policy] = {
+    "sm_80": Policy("sm_80", ptx=True, cores=0, tables=TablePolicy(), conv=ConvPolicy()),
+    "sm_90": Policy("sm_90", ptx=True, cores=0, tables=TablePolicy(), conv=ConvPolicy()),
+    "sm_100": Policy("sm_100", ptx=True, cores=0, tables=TablePolicy(), conv=ConvPolicy()),
+    "ascend910b": Policy(
+        "ascend910b",
+        ptx=False,
+        cores=48,
+        tables=TablePolicy(lane=1024),
+        conv=ConvPolicy(forward_block=1024, forward_lane=1024, backward_block=1024, backward_lane=1024),
+    ),
+    "interpreter": Policy(
+        "interpreter",
+        ptx=False,
+        cores=0,
+        tables=TablePolicy(tile=64, slots=64),
+        conv=ConvPolicy(forward_block=1024, forward_rows=64, backward_block=1024, state_block=1024, reduce_block=1024),
+    ),
+}
+"""The policy of every device kind the kernels are shipped for."""
+
+
+def device_kind(device: torch.device) -> str:
+    """The kind of ``device``: ``sm_80``, ``sm_90``, ``sm_100``, ``ascend910b``, or ``interpreter`` for a CPU."""
+    if device.type == "cpu":
+        return "interpreter"
+    if device.type == "cuda":
+        major, _ = torch.cuda.get_device_capability(device)
+        if major >= 8:
+            return {8: "sm_80", 9: "sm_90"}.get(major, "sm_100")
+        name = torch.cuda.get_device_name(device)
+        raise error("unsupported", f"the kernels are not shipped for {name} (sm_{major}x)",
+                    why="They need bf16 arithmetic, which comes with compute capability 8.0.",
+                    remedy="Use a device of compute capability 8.0 or newer, or CPU tensors.")
+    if device.type == "npu":
+        return "ascend910b"
+    raise error("unsupported", f"the kernels are not shipped for a device of type {device.type!r}",
+                why=f"Known kinds: {', '.join(KINDS)}.", remedy="Move the operands to one of these.")
+
+
+@functools.lru_cache(maxsize=64)
+def policy_for(device: torch.device) -> Policy:
+    """The policy of ``device``; raises rule ``unsupported`` where there is none."""
+    return KINDS[device_kind(device)]

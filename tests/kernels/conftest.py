@@ -1,0 +1,108 @@
+"""Where the kernel tests run: ``GRAPHSAFE_DEVICE`` is ``cpu`` (the default: Triton's interpreter) or ``cuda``.
+
+The same tests run on both, at sizes that suit each. An unknown or absent device fails; it never skips.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+DEVICE = os.environ.get("GRAPHSAFE_DEVICE", "cpu")
+
+if DEVICE == "cpu":
+    # Triton reads this where a kernel is decorated, so it has to be set before any kernel is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch  # noqa: E402
+from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The device under test."""
+    if DEVICE not in ("cpu", "cuda"):
+        pytest.fail(f"GRAPHSAFE_DEVICE={DEVICE!r}: cpu or cuda is needed")
+    if DEVICE == "cuda":
+        assert torch.cuda.is_available(), "GRAPHSAFE_DEVICE=cuda, but there is no CUDA device"
+        return torch.device("cuda", torch.cuda.current_device())
+    from graphsafe_kernels import _interpreter
+    from graphsafe_kernels.tables.kernels import chunk_tables_kernel
+
+    assert _interpreter.interpreted(chunk_tables_kernel), "kernels were imported before TRITON_INTERPRET was set"
+    return torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def large(device: torch.device) -> bool:
+    """Whether the sizes of a device are affordable."""
+    return device.type == "cuda"
+
+
+@pytest.fixture
+def launches(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the kernels launched so far, in order, as Triton itself tells them."""
+    seen: list[str] = []
+    if device.type == "cpu":
+        from triton.runtime import interpreter
+
+        original = interpreter.GridExecutor.__call__
+
+        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(self.fn.__name__)
+            # what the interpreter does with the operands is no operator of the caller's
+            with _disable_current_modes():
+                return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
+        yield seen
+        return
+    import triton
+
+    def hook(metadata: Any) -> None:
+        seen.append(metadata.get()["name"])
+
+    runtime = triton.knobs.runtime
+    if hasattr(runtime.launch_enter_hook, "add"):
+        runtime.launch_enter_hook.add(hook)
+        yield seen
+        runtime.launch_enter_hook.remove(hook)
+    else:
+        monkeypatch.setattr(runtime, "launch_enter_hook", hook)
+        yield seen
+
+
+class Replayable:
+    """A captured body: ``value`` holds the static outputs, ``replay()`` writes them anew."""
+
+    def __init__(self, device: torch.device, body: Callable[[], Any]) -> None:
+        body()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            self._graph: Any = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self.value = body()
+            return
+        import graphsafe
+
+        with graphsafe.get_runtime("cpu").capture() as self._graph:
+            self.value = body()
+            self._graph.outputs(self.value)
+
+    def replay(self) -> Any:
+        self._graph.replay()
+        return self.value
+
+
+@pytest.fixture
+def capture(device: torch.device) -> Callable[[Callable[[], Any]], Replayable]:
+    """Warm up and capture a body: ``capture(body).replay()``."""
+    return lambda body: Replayable(device, body)
+
+
+def pytest_report_header() -> str:
+    return f"kernels on: {DEVICE} (python {sys.version_info.major}.{sys.version_info.minor})"
