@@ -37,7 +37,10 @@ REFERENCE: dict[str, str] = {
 }
 """Operator -> module of its PyTorch reference. Every operator has one."""
 
-TRITON: dict[str, str] = {}
+TRITON: dict[str, str] = {
+    "build_tables": "graphsafe_kernels.tables",
+    "causal_conv1d": "graphsafe_kernels.conv.autograd",
+}
 """Operator -> module of its Triton implementation, for the operators that have kernels."""
 
 OPERATORS = tuple(REFERENCE)

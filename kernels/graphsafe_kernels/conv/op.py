@@ -3,7 +3,8 @@
 Requirements
 ------------
 1. Names, order and defaults of flash-linear-attention 0.6.0, plus the graph arguments.
-2. Everything wrong is refused here, by name, before any launch and without reading the device.
+2. Everything wrong is refused here, by name, before any launch and without reading the device. What depends on shapes
+   and dtypes is checked once for each set of them, so that a call costs a look-up.
 3. An argument of flash-linear-attention that is not served is refused, never ignored.
 """
 
@@ -15,12 +16,16 @@ import torch
 
 from graphsafe.contract import check_cu_seqlens, check_tensor, resolve_tables
 from graphsafe.errors import error
+from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.backend import resolve
 
 __all__ = ["causal_conv1d"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ACTIVATIONS = (None, "silu", "swish")
+
+_checked: set[object] = set()
+_MOST_CHECKED = 4096
 
 
 def causal_conv1d(
@@ -66,6 +71,42 @@ def causal_conv1d(
     """
     _refuse_unsupported(weight, backend, cu_seqlens_cpu, cp_context, kwargs)
     assert weight is not None
+    if activation not in _ACTIVATIONS:
+        raise error("argument", f"activation is {activation!r}; 'silu', 'swish' (the same) or None is needed")
+    operands = (x, weight, bias, residual, initial_state, cu_seqlens, chunk_indices, chunk_offsets)
+    signature = (_signature(operands), max_num_seqs, chunk_size)
+    if signature not in _checked:
+        _check(*operands, max_num_seqs, chunk_size)
+        if len(_checked) >= _MOST_CHECKED:
+            _checked.clear()
+        if signature[0] is not None:
+            _checked.add(signature)
+
+    tables = None
+    if chunk_indices is not None and chunk_offsets is not None and cu_seqlens is not None:
+        tables = ChunkTables(cu_seqlens, chunk_indices, chunk_offsets, chunk_size)
+    flat = x if x.dim() == 3 else x.flatten(2)
+    flat_residual = residual if residual is None or residual.dim() == 3 else residual.flatten(2)
+    y, final_state = resolve("causal_conv1d", x.device)(
+        flat, weight, bias, flat_residual, initial_state, output_final_state=bool(output_final_state),
+        activate=activation is not None, cu_seqlens=cu_seqlens, tables=tables, chunk_size=chunk_size,
+        use_graph=use_graph,
+    )
+    return y if flat is x else y.reshape(x.shape), final_state
+
+
+def _signature(operands: tuple[torch.Tensor | None, ...]) -> tuple[object, ...] | None:
+    """All that the checks look at; None where an operand is no tensor, which is never among the checked."""
+    try:
+        return tuple(None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous()) for t in operands)
+    except AttributeError:
+        return None
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+           initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, chunk_indices: torch.Tensor | None,
+           chunk_offsets: torch.Tensor | None, max_num_seqs: int | None, chunk_size: int) -> None:
+    """Everything that depends on shapes, dtypes, devices and layouts: done once for each set of them."""
     check_tensor("x", x, dtypes=_DTYPES)
     check_tensor("weight", weight, shape=(None, None), dtypes=_DTYPES, device=x.device)
     width, taps = weight.shape
@@ -74,20 +115,17 @@ def causal_conv1d(
                     "needed")
     if width == 0 or taps == 0:
         raise error("argument", f"weight has shape {list(weight.shape)}; at least one channel and one tap are needed")
-    if activation not in _ACTIVATIONS:
-        raise error("argument", f"activation is {activation!r}; 'silu', 'swish' (the same) or None is needed")
     if bias is not None:
         check_tensor("bias", bias, shape=(width,), dtypes=_DTYPES, device=x.device)
     if residual is not None:
         check_tensor("residual", residual, shape=tuple(x.shape), dtypes=_DTYPES, device=x.device)
 
     batch, tokens = int(x.shape[0]), int(x.shape[1])
-    tables = None
     if cu_seqlens is not None:
         sequences = check_cu_seqlens(cu_seqlens, batch=batch, device=x.device, max_num_seqs=max_num_seqs)
         if chunk_indices is not None or chunk_offsets is not None:
-            tables = resolve_tables(cu_seqlens, tokens=tokens, chunk_size=chunk_size, chunk_indices=chunk_indices,
-                                    chunk_offsets=chunk_offsets)
+            resolve_tables(cu_seqlens, tokens=tokens, chunk_size=chunk_size, chunk_indices=chunk_indices,
+                           chunk_offsets=chunk_offsets)
     else:
         sequences = batch
         if max_num_seqs is not None and max_num_seqs != batch:
@@ -97,15 +135,6 @@ def causal_conv1d(
                 raise error("tables", f"{name} was passed without cu_seqlens; a dense batch takes no tables")
     if initial_state is not None:
         check_tensor("initial_state", initial_state, shape=(sequences, width, taps), dtypes=_DTYPES, device=x.device)
-
-    flat = x if x.dim() == 3 else x.flatten(2)
-    flat_residual = residual if residual is None or residual.dim() == 3 else residual.flatten(2)
-    y, final_state = resolve("causal_conv1d", x.device)(
-        flat, weight, bias, flat_residual, initial_state, output_final_state=bool(output_final_state),
-        activate=activation is not None, cu_seqlens=cu_seqlens, tables=tables, chunk_size=chunk_size,
-        use_graph=use_graph,
-    )
-    return y.reshape(x.shape), final_state
 
 
 def _refuse_unsupported(weight: object, backend: str | None, cu_seqlens_cpu: object, cp_context: object,

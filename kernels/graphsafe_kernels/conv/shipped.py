@@ -1,0 +1,66 @@
+"""The convolution's shipped configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from graphsafe_kernels.conv.backward_kernels import conv_backward_kernel, conv_reduce_kernel
+from graphsafe_kernels.conv.forward_kernels import conv_forward_kernel
+from graphsafe_kernels.conv.launch import MAX_TAPS, backward_options, forward_options, reduce_options
+from graphsafe_kernels.policy import Policy
+from graphsafe_kernels.shipped import Shipped, pointer
+
+__all__ = ["shipped"]
+
+_WIDTH = 8192
+_UNEVEN_WIDTH = 1000
+_INTEGERS = ("tokens", "sequences", "chunks", "slot_tasks", "tasks")
+
+
+def shipped(policy: Policy) -> Iterator[Shipped]:
+    """Every number of taps in bf16 and the usual one in every dtype, with every option and with none; other layouts."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for taps in range(2, MAX_TAPS + 1) if dtype == torch.bfloat16 else (4, MAX_TAPS):
+            for full in (False, True):
+                yield from _both(policy, dtype, taps, full)
+    yield from _both(policy, torch.bfloat16, 4, True, packed=False)
+    yield from _both(policy, torch.bfloat16, 4, True, width=_UNEVEN_WIDTH)
+    for taps in (4, MAX_TAPS):
+        yield _reduce(policy, taps)
+
+
+def _both(policy: Policy, dtype: torch.dtype, taps: int, full: bool, *, packed: bool = True,
+          width: int = _WIDTH) -> Iterator[Shipped]:
+    t, option = pointer(dtype), pointer(dtype) if full else None
+    index = "*i32" if packed else None
+    tables = {"cu_seqlens": index, "chunk_indices": index, "chunk_offsets": index}
+    integers = dict.fromkeys(_INTEGERS, "i32")
+    device = {"SILU": True, "PACKED": packed, "PTX": policy.ptx, "LOOP": policy.cores > 0}
+    name = f"{str(dtype).removeprefix('torch.')} W{taps}{' all options' if full else ''}"
+    name += f"{'' if packed else ' dense'}{'' if width == _WIDTH else f' D{width}'}"
+
+    sizes, warps = forward_options(policy.conv, width, taps, 64)
+    types = {"x": t, "weight": t, "bias": option, "residual": option, "initial_state": option, "y": t,
+             "final_state": option, **tables, **integers, "x_batch": "i64", "residual_batch": "i64"}
+    flags = {"X_ROW": width, "RESIDUAL_ROW": width, "HAS_BIAS": full, "HAS_RESIDUAL": full, "HAS_INITIAL": full,
+             "HAS_FINAL": full}
+    yield Shipped(conv_forward_kernel, name, types, sizes | flags | device, warps)
+
+    sizes, warps = backward_options(policy.conv, width, taps, 64)
+    residual = option if packed else None
+    types = {"x": t, "weight": t, "bias": option, "dy": t, "dfinal": option, "initial_state": option, "dx": t,
+             "dresidual": residual, "dinitial": option, "partials": "*fp32", **tables, **integers, "x_batch": "i64",
+             "dy_batch": "i64"}
+    flags = {"X_ROW": width, "DY_ROW": width, "HAS_BIAS": full, "HAS_RESIDUAL": full and packed, "HAS_INITIAL": full,
+             "HAS_DFINAL": full}
+    yield Shipped(conv_backward_kernel, name, types, sizes | flags | device, warps)
+
+
+def _reduce(policy: Policy, taps: int) -> Shipped:
+    sizes, warps = reduce_options(policy.conv, _WIDTH, taps)
+    types = {"partials": "*fp32", "dweight": "*bf16", "dbias": "*bf16", "chunk_offsets": "*i32", "sequences": "i32",
+             "slots": "i32", "tasks": "i32"}
+    flags = {"HAS_BIAS": True, "PACKED": True, "LOOP": policy.cores > 0}
+    return Shipped(conv_reduce_kernel, f"bfloat16 W{taps}", types, sizes | flags, warps)
