@@ -1,0 +1,158 @@
+"""Compile every shipped kernel configuration without a device: ``python -m graphsafe_kernels.compilecheck``.
+
+Requirements
+------------
+1. Every configuration of ``graphsafe_kernels.shipped`` is compiled down to machine code for the target, and listed with
+   its registers, the bytes it spills and its shared memory, as a table or with ``--json``.
+2. The exit status is 0 only if all compiled and none spills; 1 otherwise; 2 where the check could not be made at all.
+3. A target is one function from a configuration to figures: another back end is another entry in ``TARGETS``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import triton
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from graphsafe_kernels._interpreter import interpreted
+from graphsafe_kernels.policy import KINDS
+from graphsafe_kernels.shipped import Shipped, configurations
+
+__all__ = ["TARGETS", "Figures", "check", "main"]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What became of one configuration on one target; the sizes are None where it did not compile.
+
+    ``registers`` a thread, ``spilled`` bytes a thread, ``shared`` bytes a program, ``problem`` the error's first line.
+    """
+
+    target: str
+    kernel: str
+    configuration: str
+    warps: int
+    registers: int | None = None
+    spilled: int | None = None
+    shared: int | None = None
+    seconds: float = 0.0
+    problem: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None and self.spilled == 0
+
+
+def _compile_cuda(shipped: Shipped, capability: int) -> dict[str, int]:
+    """Registers, spilled bytes and shared memory on compute capability ``capability`` (90 for sm_90)."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for i, name in enumerate(shipped.kernel.arg_names):
+        kind = shipped.types.get(name)
+        if kind is None:
+            signature[name], constants[(i,)] = "constexpr", shipped.constants.get(name)
+        else:
+            signature[name] = kind
+            if kind.startswith("*"):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        ASTSource(shipped.kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": shipped.warps, "num_stages": shipped.stages},
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder, "kernel.cubin")
+        binary.write_bytes(compiled.asm["cubin"])
+        report = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)],
+            capture_output=True, text=True, check=True,
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+).*? LOCAL:(\d+)", report)
+    if found is None:
+        raise RuntimeError(f"no resource usage in cuobjdump's report: {report!r}")
+    registers, stack, local = map(int, found.groups())
+    return {"registers": registers, "spilled": stack + local, "shared": int(compiled.metadata.shared)}
+
+
+TARGETS: dict[str, Callable[[Shipped], dict[str, int]]] = {
+    "sm_80": lambda shipped: _compile_cuda(shipped, 80),
+    "sm_90": lambda shipped: _compile_cuda(shipped, 90),
+    "sm_100": lambda shipped: _compile_cuda(shipped, 100),
+}
+"""Target -> compiler of one configuration. Its policy is that of the device kind of the same name."""
+
+
+def check(target: str, kernels: Iterable[Shipped]) -> Iterator[Figures]:
+    """Compile each of ``kernels`` for ``target``."""
+    for shipped in kernels:
+        start = time.perf_counter()
+        identity = (target, shipped.kernel.__name__, shipped.name, shipped.warps)
+        try:
+            figures = TARGETS[target](shipped)
+        except Exception as problem:  # whatever the compiler raises is a finding of the check
+            first = (str(problem).strip().splitlines() or [""])[0]
+            yield Figures(*identity, seconds=time.perf_counter() - start, problem=f"{type(problem).__name__}: {first}")
+        else:
+            yield Figures(*identity, **figures, seconds=time.perf_counter() - start)
+
+
+def _print(results: list[Figures], console: Console) -> None:
+    table = Table()
+    for column in ("target", "kernel", "configuration"):
+        table.add_column(column, overflow="fold")
+    for column in ("warps", "registers", "spilled", "shared"):
+        table.add_column(column, justify="right")
+    for r in results:
+        sizes = (r.problem, "", "") if r.problem else (str(r.registers), str(r.spilled), str(r.shared))
+        table.add_row(r.target, r.kernel, r.configuration, str(r.warps), *sizes, style=None if r.ok else "red")
+    console.print(table)
+    bad = sum(not r.ok for r in results)
+    console.print(f"{len(results)} configurations, {bad} of them spill or do not compile")
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    target: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(TARGETS)}; may be repeated.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects instead of a table.")] = False,
+) -> None:
+    """Compile every shipped kernel configuration for one or several targets, without a device."""
+    targets = target or list(TARGETS)
+    errors = Console(stderr=True)
+    unknown = [t for t in targets if t not in TARGETS]
+    if unknown:
+        errors.print(f"unknown target {', '.join(unknown)}; known: {', '.join(TARGETS)}")
+        raise typer.Exit(2)
+    work = [(t, shipped) for t in targets for shipped in configurations(KINDS[t])]
+    if any(interpreted(shipped.kernel) for _, shipped in work):
+        errors.print("TRITON_INTERPRET is set: interpreted kernels cannot be compiled. Unset it for this check.")
+        raise typer.Exit(2)
+    steps = track(work, description="compiling", console=errors, transient=True, disable=not errors.is_terminal)
+    results = [figures for t, shipped in steps for figures in check(t, [shipped])]
+    if as_json:
+        print(json.dumps([asdict(r) | {"ok": r.ok} for r in results], indent=1))
+    else:
+        _print(results, Console())
+    raise typer.Exit(0 if all(r.ok for r in results) else 1)
+
+
+if __name__ == "__main__":
+    app()
