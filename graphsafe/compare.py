@@ -39,6 +39,7 @@ class Difference:
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
+    t = t.resolve_conj().resolve_neg()
     t = torch.view_as_real(t) if t.is_complex() else t
     return t if t.dtype is torch.bool else t.contiguous().view(_INTEGERS[t.element_size()])
 

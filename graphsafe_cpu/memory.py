@@ -15,6 +15,8 @@ def live_bytes() -> int:
     """The sum over all CPU storages that a Python tensor refers to, each counted once."""
     seen: dict[int, int] = {}
     for candidate in gc.get_objects():
-        if isinstance(candidate, torch.Tensor) and candidate.layout is torch.strided and candidate.device.type == "cpu":
+        # type(): some libraries hold proxies whose isinstance() does work or warns
+        is_tensor = issubclass(type(candidate), torch.Tensor)
+        if is_tensor and candidate.layout is torch.strided and candidate.device.type == "cpu":
             seen[key_of(candidate)] = candidate.untyped_storage().nbytes()
     return sum(seen.values())
