@@ -150,7 +150,7 @@ class Capture:
                 if problem is not None:
                     raise problem
             elif not isinstance(problem, GraphSafeError) and isinstance(problem, Exception):
-                explained = self._runtime._explained(problem)
+                explained = self._runtime._explained(problem, _where_raised(problem))
                 if explained is not None:
                     raise explained from problem
         except BaseException:
@@ -189,8 +189,8 @@ class Capture:
         return problem
 
     def _fail(self) -> None:
-        self.graph.close()
         self._runtime._abort(self.graph)
+        self.graph.close()
         self.graph.state = "closed after a failed capture"
 
     def _unwind(self) -> None:
@@ -315,7 +315,7 @@ class BaseRuntime:
     def _abort(self, graph: Any) -> None:
         raise NotImplementedError
 
-    def _explained(self, problem: Exception) -> GraphSafeError | None:
+    def _explained(self, problem: Exception, where: Location | None) -> GraphSafeError | None:
         return None
 
     def event(self) -> Any:

@@ -52,8 +52,9 @@ class CudaGraph(BaseGraph):
 
     def __init__(self, runtime: CudaRuntime, pool: Any) -> None:
         super().__init__(runtime)
-        self.raw = compat.new_graph()
-        self.shared_pool = pool
+        self.raw: Any = compat.new_graph()
+        # a handle of our own: torch does not tell that of a capture that failed
+        self.pool = pool if pool is not None else torch.cuda.graph_pool_handle()
         self.kernel_names: list[str] = []
         self._launches = 0
         self._outside: dict[int, _Outside] = {}
@@ -86,7 +87,7 @@ class CudaGraph(BaseGraph):
         return sum(int(s["total_size"]) for s in self._segments())
 
     def _segments(self) -> list[Any]:
-        pool = tuple(self.raw.pool())
+        pool = tuple(self.pool)
         return [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) == pool]
 
     def replay(self) -> None:
@@ -105,10 +106,16 @@ class CudaGraph(BaseGraph):
             fill_bytes(int(segment["address"]), 0xFF, int(segment["total_size"]))
         torch.cuda.synchronize(self.runtime.device)
 
+    def discard(self) -> None:
+        """Drop torch's graph and with it the pool; the object itself holds generator tensors, so it goes too."""
+        if self.raw is not None:
+            self.raw.reset()
+            self.raw = None
+
     def close(self) -> None:
         if self.state == "captured":
             torch.cuda.synchronize(self.runtime.device)
-            self.raw.reset()
+        self.discard()
         super().close()
         self._outside.clear()
         self._suspects.clear()

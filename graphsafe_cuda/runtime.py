@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from graphsafe._location import Location
 from graphsafe._watch import Watch
 from graphsafe.base import BaseRuntime
 from graphsafe.errors import GraphSafeError, error
@@ -89,7 +90,7 @@ class CudaRuntime(BaseRuntime):
     def _begin(self, pool: Any) -> CudaGraph:
         if pool is not None and not isinstance(pool, CudaGraph):
             raise error("argument", f"pool is a {type(pool).__name__}; a graph of this runtime is needed")
-        graph = CudaGraph(self, None if pool is None else pool.raw.pool())
+        graph = CudaGraph(self, None if pool is None else pool.pool)
         self._open = _OpenCapture(self, graph)
         try:
             self._open.begin()
@@ -114,14 +115,14 @@ class CudaRuntime(BaseRuntime):
         if self._open is not None:
             self._open.abort()
             self._open = None
-        graph.raw.reset()
+        graph.discard()
         torch.cuda.empty_cache()
 
-    def _explained(self, problem: Exception) -> GraphSafeError | None:
+    def _explained(self, problem: Exception, where: Location | None) -> GraphSafeError | None:
         found = explanation_of(problem)
         if found is None:
             return None
-        return error(found.rule, f"{found.meaning}\n  driver: {problem}", remedy=found.remedy)
+        return error(found.rule, f"{found.meaning}\n  driver: {problem}", where=where, remedy=found.remedy)
 
 
 class _OpenCapture:
@@ -132,10 +133,9 @@ class _OpenCapture:
         self._graph = graph
         self._previous_stream = torch.cuda.current_stream(runtime.device)
         self._previous_mode = torch.cuda.get_sync_debug_mode()
-        keywords: dict[str, Any] = {"stream": runtime._side, "capture_error_mode": runtime.capture_error_mode}
-        if graph.shared_pool is not None:
-            keywords["pool"] = graph.shared_pool
-        self._context = torch.cuda.graph(graph.raw, **keywords)
+        self._context = torch.cuda.graph(
+            graph.raw, pool=graph.pool, stream=runtime._side, capture_error_mode=runtime.capture_error_mode
+        )
 
     def begin(self) -> None:
         for generator in self._runtime._extra_generators:
@@ -155,7 +155,7 @@ class _OpenCapture:
         try:
             self._context.__exit__(None, None, None)
         except RuntimeError:
-            compat.release_pool(self._runtime.device.index, self._graph.raw.pool())
+            compat.release_pool(self._runtime.device.index, self._graph.pool)
             for generator in self._runtime.generators:
                 if generator.device.type == "cuda":
                     compat.fresh_generator_state(generator)
