@@ -13,12 +13,12 @@ NAN = float("nan")
 HIDDEN = 6
 
 CASES: dict[str, tuple[type, dict[str, Any]]] = {
-    "gdn": (GatedDeltaNet, {"expand_v": 1.5, "num_heads": 2, "head_dim": 4}),
+    "gdn": (GatedDeltaNet, {"expand_v": 1.5, "num_heads": 2, "head_dim": 4, "norm_eps": 0.01}),
     "gdn-grouped-bias": (GatedDeltaNet, {"num_heads": 1, "num_v_heads": 3, "head_dim": 4, "conv_bias": True,
                                          "output_gate_activation": "sigmoid", "allow_neg_eigval": True}),
     "gdn-bare": (GatedDeltaNet, {"num_heads": 2, "head_dim": 3, "use_gate": False, "use_short_conv": False,
-                                 "expand_v": 1}),
-    "kda": (KimiDeltaAttention, {"num_heads": 2, "head_dim": 4}),
+                                 "expand_v": 1, "norm_eps": 0.02}),
+    "kda": (KimiDeltaAttention, {"num_heads": 2, "head_dim": 4, "norm_eps": 0.03}),
     "kda-grouped-bounded": (KimiDeltaAttention, {"num_heads": 1, "num_v_heads": 2, "head_dim": 4, "expand_v": 2,
                                                  "conv_bias": True, "conv_size": 3, "safe_gate": True,
                                                  "lower_bound": -4.0}),

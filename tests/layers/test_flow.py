@@ -25,7 +25,7 @@ def unit(x):
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def gates(layer, x):
+def gates(layer, x, arguments):
     """The log decay [T, HV, K] (one value per head repeated over K for GatedDeltaNet) and the output gate's factor."""
     heads, width = layer.num_v_heads, layer.head_k_dim
     scale = layer.A_log.exp()[:, None]
@@ -35,21 +35,25 @@ def gates(layer, x):
     else:
         z = layer.f_proj(x).unflatten(-1, (heads, width)) + layer.dt_bias.view(heads, width)
         g = -scale * F.softplus(z) if layer.lower_bound is None else layer.lower_bound * torch.sigmoid(scale * z)
-    if not getattr(layer, "use_gate", True):
+    if not arguments.get("use_gate", True):
         return g, 1
     z = layer.g_proj(x).unflatten(-1, (heads, layer.head_v_dim))
-    return g, F.silu(z) if layer.o_norm.activation == "swish" else torch.sigmoid(z)
+    default = "swish" if isinstance(layer, GatedDeltaNet) else "sigmoid"
+    return g, F.silu(z) if arguments.get("output_gate_activation", default) == "swish" else torch.sigmoid(z)
 
 
-def by_hand(layer, x, state):
-    """One sequence x [T, hidden] from a state without a sequence dimension: the output and the new state."""
+def by_hand(layer, x, state, arguments):
+    """One sequence x [T, hidden] from a state without a sequence dimension: the output and the new state.
+
+    ``arguments`` are the constructor's: what they say is not taken from the layer.
+    """
     conv = state.conv_state or (None,) * 3
     (q, cq), (k, ck), (v, cv) = (convolve(layer, n, p(x), s) for n, p, s in zip(
         "qkv", (layer.q_proj, layer.k_proj, layer.v_proj), conv, strict=True))
     q, k = (unit(t.unflatten(-1, (-1, layer.head_k_dim))) for t in (q, k))
     v = v.unflatten(-1, (-1, layer.head_v_dim))
-    g, factor = gates(layer, x)
-    beta = (2 if layer.allow_neg_eigval else 1) * torch.sigmoid(layer.b_proj(x))
+    g, factor = gates(layer, x, arguments)
+    beta = (2 if arguments.get("allow_neg_eigval") else 1) * torch.sigmoid(layer.b_proj(x))
     shared = layer.num_v_heads // layer.num_heads
     outputs, states = [], []
     for h in range(layer.num_v_heads):
@@ -62,7 +66,7 @@ def by_hand(layer, x, state):
         outputs.append(torch.stack(o))
         states.append(s.T)
     o = torch.stack(outputs, 1)
-    o = o / torch.sqrt((o * o).mean(-1, keepdim=True) + layer.o_norm.eps) * layer.o_norm.weight * factor
+    o = o / torch.sqrt((o * o).mean(-1, keepdim=True) + arguments.get("norm_eps", 1e-5)) * layer.o_norm.weight * factor
     return layer.o_proj(o.flatten(1)), LayerState(torch.stack(states), (cq, ck, cv) if layer.use_short_conv else None)
 
 
@@ -74,7 +78,8 @@ def test_a_layer_computes_section_4(case):
     got = run(layer, x, dy, state, dstate)
 
     leaf, start = x.requires_grad_(), with_tensors(state, [t.requires_grad_() for t in tensors(state)])
-    results = [by_hand(layer, leaf[n], with_tensors(start, [t[n] for t in tensors(start)])) for n in range(2)]
+    results = [by_hand(layer, leaf[n], with_tensors(start, [t[n] for t in tensors(start)]), CASES[case][1])
+               for n in range(2)]
     output = torch.stack([o for o, _ in results])
     new = [torch.stack(pair) for pair in zip(*(tensors(s) for _, s in results), strict=True)]
     inputs = {"x": leaf, **{f"state {i}": t for i, t in enumerate(tensors(start))}, **dict(layer.named_parameters())}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
+from graphsafe_kernels import backend
 from layer_cases import CASES, HIDDEN, behind, boundaries, make_layer, randn, random_state, run
 
 from graphsafe.errors import GraphSafeError
@@ -15,27 +18,30 @@ each_layer = pytest.mark.parametrize("case", CASES)
 @each_layer
 @pytest.mark.parametrize("use_graph", [False, True])
 def test_tables_of_the_caller_serve_all_operators(case, use_graph, monkeypatch):
-    """With tables passed nothing builds them again, and the bits are those of tables built inside."""
+    """One build per layer, none with tables passed, and the same bits."""
     layer = make_layer(case)
     x, dy, state = behind(randn(1, 75, HIDDEN), 21), behind(randn(1, 75, HIDDEN, seed=1), 21), random_state(layer, 3)
     cu = boundaries([70, 0, 5])
     want = run(layer, x, dy, state, cu_seqlens=cu, use_graph=use_graph)
     tables = build_tables(cu, 96)
 
-    def refuse(*_):
-        raise AssertionError("tables were built although they were passed")
+    built = []
+
+    def counted(operator, device):
+        if operator == "build_tables":
+            built.append(operator)
+        return backend.resolve(operator, device)
 
     for module in ("layers.batch", "delta_rule"):
-        monkeypatch.setattr(f"graphsafe_kernels.{module}.build_tables", refuse, raising=False)
-        resolve = __import__(f"graphsafe_kernels.{module}", fromlist=["resolve"]).resolve
-        monkeypatch.setattr(f"graphsafe_kernels.{module}.resolve", lambda operator, device, resolve=resolve: (
-            refuse if operator == "build_tables" else resolve(operator, device)))
-    with pytest.raises(AssertionError, match="tables were built"):
-        layer(x, cu_seqlens=cu, use_graph=use_graph)
+        monkeypatch.setattr(f"graphsafe_kernels.{module}.resolve", counted)
+    layer(x, cu_seqlens=cu, use_graph=use_graph)
+    assert len(built) == 1, "one build serves all operators of a layer"
+    built.clear()
     for boundaries_too in ({"cu_seqlens": cu}, {}):
         got = run(layer, x, dy, state, tables=tables, use_graph=use_graph, **boundaries_too)
         assert got.keys() == want.keys()
         assert all(torch.equal(got[name], want[name]) for name in want)
+    assert not built, "with tables passed nothing builds them"
 
 
 @pytest.mark.parametrize(("case", "chunk_size"), [("gdn", 16), ("gdn", 32), ("kda", 32)])
@@ -57,6 +63,49 @@ def test_fla_752_770_graph_mode_reads_nothing_on_the_host(case, training):
     assert result["output"].shape == x.shape
     with pytest.raises((RuntimeError, NotImplementedError), match=r"[Mm]eta"):
         layer(x, attention_mask=torch.empty(1, 96, dtype=torch.int32, device="meta"))
+
+
+@pytest.mark.parametrize("case", ["gdn", "kda"])
+def test_every_operator_hears_of_graph_mode(case, monkeypatch):
+    """Kernels may take another path by it; none may be left out of the promise."""
+    layer = make_layer(case)
+    seen = {}
+    chunk = {"gdn": "gated_deltanet.chunk_gated_delta_rule", "kda": "kda.chunk_kda"}[case]
+    for path in (chunk, "short_convolution.causal_conv1d"):
+        module, name = path.split(".")
+        operator = getattr(importlib.import_module(f"graphsafe_kernels.layers.{module}"), name)
+
+        def spy(*args, operator=operator, name=name, **kwargs):
+            seen.setdefault(name, []).append((kwargs["use_graph"], kwargs["max_num_seqs"]))
+            return operator(*args, **kwargs)
+
+        monkeypatch.setattr(f"graphsafe_kernels.layers.{path}", spy)
+    layer(randn(1, 9, HIDDEN), cu_seqlens=boundaries([4, 5]), use_graph=True)
+    assert seen == {chunk.split(".")[1]: [(True, 2)], "causal_conv1d": [(True, 2)] * 3}
+
+
+@pytest.mark.parametrize("case", ["gdn", "kda"])
+@pytest.mark.parametrize(("tokens", "training", "gradients", "use_graph", "mode", "chunks"), [
+    (64, False, False, False, "chunk", False),
+    (65, False, False, False, "chunk", True),
+    (64, True, False, False, "chunk", True),
+    (64, False, True, False, "chunk", True),
+    (64, False, False, True, "chunk", True),
+    (65, False, False, False, "fused_recurrent", False),
+    (65, False, True, False, "fused_recurrent", True),
+])  # fmt: skip
+def test_which_operator_runs_is_flash_linear_attentions_choice(case, tokens, training, gradients, use_graph, mode,
+                                                               chunks, monkeypatch):
+    layer, seen = make_layer(case, mode=mode).train(training), []
+    for name in {"gdn": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+                 "kda": ("chunk_kda", "fused_recurrent_kda")}[case]:
+        module = importlib.import_module(f"graphsafe_kernels.layers.{'gated_deltanet' if case == 'gdn' else 'kda'}")
+        operator = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda operator=operator, name=name, **kwargs: (
+            seen.append(name.startswith("chunk")) or operator(**kwargs)))
+    with torch.set_grad_enabled(gradients):
+        layer(randn(1, tokens, HIDDEN), use_graph=use_graph)
+    assert seen == [chunks]
 
 
 REFUSED = [

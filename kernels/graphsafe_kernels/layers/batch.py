@@ -81,7 +81,7 @@ class Batch:
         """The inverse of :meth:`enter`; rows that belong to nobody are zero."""
         if self.kept is not None:
             rows = output.new_zeros(self.shape[0] * self.shape[1], output.shape[-1])
-            return rows.index_copy(0, self.kept, output[0]).unflatten(0, self.shape)
+            return rows.index_copy(0, self.kept, output[0]).view(*self.shape, -1)
         return output if self.padding is None else output.masked_fill(self.padding, 0)
 
     def operator_arguments(self) -> dict[str, Any]:

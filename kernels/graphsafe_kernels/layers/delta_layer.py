@@ -53,7 +53,11 @@ class DeltaLayer(nn.Module, ABC):
     q_proj: nn.Linear
     k_proj: nn.Linear
     v_proj: nn.Linear
+    b_proj: nn.Linear
     o_proj: nn.Linear
+    q_conv1d: ShortConvolution
+    k_conv1d: ShortConvolution
+    v_conv1d: ShortConvolution
 
     def __init__(self, *, hidden_size: int, expand_v: float, head_dim: int, num_heads: int, num_v_heads: int | None,
                  mode: str, use_short_conv: bool, allow_neg_eigval: bool, conv_size: int, conv_bias: bool,
@@ -158,7 +162,7 @@ class DeltaLayer(nn.Module, ABC):
         }
         o, recurrent_state = self._delta_rule(x, chunked, arguments)
         output = batch.leave(self.o_proj(self._normalise(o, x, batch.cu_seqlens).flatten(-2)))
-        new_state = LayerState(recurrent_state, conv_state) if use_cache else None
+        new_state = None if recurrent_state is None else LayerState(recurrent_state, conv_state)
         return output, None, write_state(past_key_values, self.layer_idx, new_state, tokens)
 
     def _runs_in_chunks(self, tokens: int, use_graph: bool) -> bool:
@@ -174,7 +178,7 @@ class DeltaLayer(nn.Module, ABC):
         return False
 
     def _convolve(self, x: torch.Tensor, state: LayerState | None, batch: Batch, output_final_state: bool) -> tuple[
-            torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...] | None]:
+            torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
         """Project, convolve and activate: q, k ``[B, T, key_dim]``, v ``[B, T, value_dim]``, and the new states."""
         projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         if not self.use_short_conv:

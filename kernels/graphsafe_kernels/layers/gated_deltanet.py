@@ -76,10 +76,15 @@ class GatedDeltaNet(DeltaLayer):
 
     def _delta_rule(self, x: torch.Tensor, chunked: bool,
                     arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        operator = chunk_gated_delta_rule if chunked else fused_recurrent_gated_delta_rule
-        return operator(g=self.a_proj(x), **arguments)
+        g = self.a_proj(x)
+        if chunked:
+            return chunk_gated_delta_rule(g=g, **arguments)
+        return fused_recurrent_gated_delta_rule(g=g, **arguments)
 
     def _normalise(self, o: torch.Tensor, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         if not self.use_gate:
-            return self.o_norm(o, cu_seqlens=cu_seqlens)
-        return self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, self.head_v_dim)), cu_seqlens=cu_seqlens)
+            normed: torch.Tensor = self.o_norm(o, cu_seqlens=cu_seqlens)
+        else:
+            gate = self.g_proj(x).unflatten(-1, (-1, self.head_v_dim))
+            normed = self.o_norm(o, gate, cu_seqlens=cu_seqlens)
+        return normed

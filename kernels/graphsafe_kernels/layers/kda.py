@@ -88,4 +88,6 @@ class KimiDeltaAttention(DeltaLayer):
         return fused_recurrent_kda(g=g, lower_bound=self.lower_bound, **arguments)
 
     def _normalise(self, o: torch.Tensor, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        return self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, self.head_v_dim)), cu_seqlens=cu_seqlens)
+        gate = self.g_proj(x).unflatten(-1, (-1, self.head_v_dim))
+        normed: torch.Tensor = self.o_norm(o, gate, cu_seqlens=cu_seqlens)
+        return normed

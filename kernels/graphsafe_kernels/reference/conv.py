@@ -74,22 +74,24 @@ class _Source:
         return self.table.index_select(0, index.reshape(-1)).reshape(*index.shape, self.table.shape[1])
 
 
-def _tap_inputs(source: _Source, at: _Layout) -> list[torch.Tensor]:
-    """X(t - W + 1 + j) for every row and j = 0..W-1: W tensors ``[R, D]``, zero at padding rows."""
-    inputs = []
-    for j in range(source.taps):
-        back = source.taps - 1 - j
-        inside = at.live & (at.position >= back)
-        before = at.live & (at.position < back)
-        inputs.append(source.gather(inside, at.rows - back, before, at.sequence, at.position + (1 + j)))
-    return inputs
+def _tap_inputs(source: _Source, at: _Layout) -> torch.Tensor:
+    """X(t - W + 1 + j) for every row and j = 0..W-1: ``[R, W, D]``, zero at padding rows."""
+    tap = torch.arange(source.taps, device=at.rows.device)
+    back = source.taps - 1 - tap
+    position, live = at.position[:, None], at.live[:, None]
+    here = position >= back
+    return source.gather(live & here, at.rows[:, None] - back, live & ~here, at.sequence[:, None], position + tap + 1)
 
 
-def _pre_activation(inputs: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """z ``[R, D]`` from the tap inputs, ``weight`` ``[D, W]`` and ``bias`` ``[D]``."""
-    z = inputs[0] * weight[:, 0]
-    for j in range(1, len(inputs)):
-        z = z + inputs[j] * weight[:, j]
+def _over_taps(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``sum_j weight[:, j] rows[..., j, :]``, ``[..., W, D] -> [..., D]``, added in the order of j."""
+    terms = (rows * weight.t()).unbind(-2)
+    return sum(terms[1:], start=terms[0])
+
+
+def _pre_activation(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """z ``[R, D]`` from the tap inputs ``[R, W, D]``, ``weight`` ``[D, W]`` and ``bias`` ``[D]``."""
+    z = _over_taps(inputs, weight)
     return z if bias is None else z + bias
 
 
@@ -106,32 +108,27 @@ def _final_state(source: _Source, at: _Layout) -> torch.Tensor:
 def _input_gradient(source: _Source, at: _Layout, weight: torch.Tensor) -> torch.Tensor:
     """dX of every row ``[R, D]``; ``source`` holds dz and, as its state, the final state's gradient."""
     taps = source.taps
-    # the row is slot s of the final state where 0 <= s: a sequence's last W rows
+    ahead = taps - 1 - torch.arange(taps, device=at.rows.device)
+    inside = at.live[:, None] & (at.remaining[:, None] > ahead)
+    through_taps = _over_taps(source.gather(inside, at.rows[:, None] + ahead), weight)
+    # the last W rows of a sequence are slots of its final state
     slot = taps - at.remaining
-    handed_on = at.live & (slot >= 0)
-    total = source.gather(torch.zeros_like(at.live), at.rows, handed_on, at.sequence, slot)
-    for j in range(taps):
-        ahead = taps - 1 - j
-        total = total + source.gather(at.live & (at.remaining > ahead), at.rows + ahead) * weight[:, j]
-    return total
+    return through_taps + source.gather(torch.zeros_like(at.live), at.rows, at.live & (slot >= 0), at.sequence, slot)
 
 
 def _state_gradient(source: _Source, at: _Layout, weight: torch.Tensor) -> torch.Tensor:
     """d initial_state ``[N, D, W]``; ``source`` as in :func:`_input_gradient`."""
-    taps = source.taps
-    slot = torch.arange(taps, device=at.rows.device)
+    slot = torch.arange(source.taps, device=at.rows.device)
     length = at.lengths[:, None]
     sequence = torch.arange(length.shape[0], device=at.rows.device)[:, None]
+    # slot s is X(s - W), which tap j reads at position s - 1 - j
+    position = slot[:, None] - 1 - slot
+    inside = (position >= 0) & (position < length[:, :, None])
+    through_taps = _over_taps(source.gather(inside, at.starts[:, None, None] + position), weight)
     # a sequence shorter than W hands slot s on as slot s - L of its final state
     handed_on = slot >= length
     nowhere = torch.zeros_like(handed_on)
-    row = torch.zeros_like(length) + slot
-    total = source.gather(nowhere, row, handed_on, sequence, slot - length)
-    for j in range(taps - 1):
-        # slot s is X(s - W), which tap j reads at position s - 1 - j
-        position = slot - 1 - j
-        inside = (position >= 0) & (position < length)
-        total = total + source.gather(inside, at.starts[:, None] + position) * weight[:, j]
+    total = through_taps + source.gather(nowhere, sequence + slot, handed_on, sequence, slot - length)
     return total.transpose(1, 2)
 
 
@@ -176,7 +173,6 @@ class _CausalConv1d(torch.autograd.Function):
             if dy is not None:
                 dresidual = dy.masked_fill(dead, 0).to(ctx.residual_dtype)
 
-        inputs: list[torch.Tensor] = []
         if need_weight or ctx.activate:
             inputs = _tap_inputs(_Source(x, initial_state, taps, dtype), at)
         if dy is None:
@@ -194,7 +190,7 @@ class _CausalConv1d(torch.autograd.Function):
         dstate = _state_gradient(source, at, w).to(initial_state.dtype) if need_state else None
         dweight = dbias = None
         if need_weight:
-            dweight = torch.stack([ordered_sum(dz * tap) for tap in inputs], dim=1).to(weight.dtype)
+            dweight = ordered_sum(dz[:, None] * inputs).t().to(weight.dtype)
         if need_bias:
             dbias = ordered_sum(dz).to(bias.dtype)
         return dx, dweight, dbias, dresidual, dstate, None, None, None
