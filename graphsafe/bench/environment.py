@@ -1,0 +1,116 @@
+"""What the figures depend on: versions, device, driver, commit, settings.
+
+Requirements
+------------
+1. Enough to tell whether two runs can be compared, and nothing that names a machine, a user or a path.
+2. What cannot be found out is null, never guessed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import graphsafe
+from graphsafe.bench.timing import Protocol
+
+__all__ = ["COMPARABLE", "CPU_NOTE", "environment", "incomparable"]
+
+COMPARABLE = ("runtime", "device", "threads", "torch", "triton", "driver", "python", "interpreted", "protocol")
+"""Fields that two runs share if their times are to be compared."""
+
+CPU_NOTE = (
+    "On a CPU these times show the cost of Python and of the PyTorch reference. They cannot say what a graph saves or "
+    "what a kernel costs on a device: a CPU replays its record operator by operator, and launches nothing. Host "
+    "launches, bytes, slot use, bit-equality and errors against fp64 are exact here."
+)
+
+
+def environment(runtime: Any, protocol: Protocol, distributions: Iterable[str] = ()) -> dict[str, Any]:
+    """The record of this run, for JSON."""
+    versions = {name: _version(name) for name in sorted({"triton", *distributions})}
+    return {
+        "graphsafe": graphsafe.__version__,
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "runtime": runtime.name,
+        "device": _device(runtime),
+        "driver": _driver(runtime),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": versions.pop("triton"),
+        "packages": {name: version for name, version in versions.items() if version is not None},
+        "threads": torch.get_num_threads() if runtime.device.type == "cpu" else None,
+        "interpreted": _interpreted(),
+        "cache_flush": "none" if runtime.device.type == "cpu" else "256 MiB written before each sample",
+        "protocol": {"samples": protocol.samples, "warm": protocol.warm, "least": protocol.least},
+        "note": CPU_NOTE if runtime.device.type == "cpu" else None,
+    }
+
+
+def incomparable(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """``field: this against that`` for each field in which two runs differ so that their times cannot be compared."""
+    return [
+        f"{name}: {one.get(name)} against {other.get(name)}" for name in COMPARABLE if one.get(name) != other.get(name)
+    ]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _interpreted() -> bool:
+    from graphsafe_kernels.backend import implementation
+
+    return bool(implementation("build_tables", torch.device("cpu")) == "triton")
+
+
+def _device(runtime: Any) -> str:
+    if runtime.device.type == "cpu":
+        return f"{_processor()} ({platform.machine()})"
+    module = torch.get_device_module(runtime.device)
+    return str(module.get_device_name(runtime.device))
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "CPU"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "CPU"
+
+
+def _driver(runtime: Any) -> str | None:
+    if runtime.device.type != "cuda":
+        return None
+    asked = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return None if asked is None else asked.splitlines()[0].strip()
+
+
+def _commit() -> str | None:
+    """The commit of the source this runs from, ``+changes`` where the files differ; None for an installed package."""
+    here = str(Path(graphsafe.__file__).parent)
+    commit = _output(["git", "-C", here, "rev-parse", "--short=12", "HEAD"])
+    if commit is None:
+        return None
+    changed = _output(["git", "-C", here, "status", "--porcelain", "--untracked-files=no"])
+    return commit.strip() + ("+changes" if changed else "")
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 and done.stdout.strip() else None

@@ -1,0 +1,80 @@
+"""Numbers as a person reads them; the same in the terminal and on the page.
+
+Requirements
+------------
+1. What is missing is a dash, never a zero.
+2. Three significant digits are enough for a time; counts are whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["byte_size", "cost", "count", "microseconds", "percent", "ratio", "seconds", "verdict_text"]
+
+DASH = "-"
+
+
+def microseconds(value: float | None) -> str:
+    """``12.3``, ``1,230``: microseconds without their unit."""
+    if value is None:
+        return DASH
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def seconds(value: float | None) -> str:
+    return DASH if value is None else f"{value:.2f} s"
+
+
+def percent(value: float | None, *, signed: bool = True) -> str:
+    """A share as percent; ``+12 %`` where it is a change."""
+    if value is None:
+        return DASH
+    digits = 0 if abs(value) >= 0.0995 else 1
+    return f"{value * 100:+.{digits}f} %" if signed else f"{value * 100:.{digits}f} %"
+
+
+def cost(value: float | None, certain: bool | None) -> str:
+    """A cost that was measured, or "noise" where the medians' intervals overlap."""
+    return percent(value) if value is None or certain else "noise"
+
+
+def ratio(value: float | None) -> str:
+    return DASH if value is None else f"{value:.2f}x"
+
+
+def count(value: float | None) -> str:
+    return DASH if value is None else f"{value:,.0f}"
+
+
+def byte_size(value: float | None) -> str:
+    """``1.5 MiB``; whole bytes below 1 KiB."""
+    if value is None:
+        return DASH
+    if value == 0:
+        return "0 B"
+    step = min(3, int(math.log(abs(value), 1024))) if abs(value) >= 1 else 0
+    return f"{value:.0f} B" if step == 0 else f"{value / 1024**step:.1f} {('KiB', 'MiB', 'GiB')[step - 1]}"
+
+
+def error_text(found: Mapping[str, Any] | None) -> str:
+    """The error that comes closest to its bound: ``1.6e-07 / 1e-04``; a bound of 0 asks for the same bits."""
+    if found is None:
+        return DASH
+    if not found["bound"]:
+        return "exact" if not found["error"] else f"{found['error']:.0f} wrong"
+    return f"{found['error']:.1e} / {found['bound']:.0e}"
+
+
+def verdict_text(curve: Mapping[str, Any]) -> str:
+    """What a break-even curve says."""
+    first, last = int(curve["lengths"][0]), int(curve["lengths"][-1])
+    if curve["verdict"] == "crossing":
+        return f"at {curve['tokens']:,.0f} tokens"
+    if curve["verdict"] == "always":
+        return f"the graph is ahead at every length measured ({first:,} to {last:,})"
+    if curve["verdict"] == "never":
+        return f"eager is ahead at every length measured ({first:,} to {last:,})"
+    return f"the advantage changes sign more than once between {first:,} and {last:,} tokens"

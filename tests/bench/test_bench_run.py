@@ -1,0 +1,211 @@
+"""The loop: what a result holds, what goes on after a failure, what interruption leaves and resumption takes up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_fakes import Planted, small
+from graphsafe_kernels.providers import registry
+
+from graphsafe import get_runtime
+from graphsafe.bench import run as run_module
+from graphsafe.bench.cases import Case
+from graphsafe.bench.counts import peak_bytes
+from graphsafe.bench.modes import CONTROLS, MODES
+from graphsafe.bench.run import Bench
+from graphsafe.bench.timing import Protocol
+from graphsafe.errors import ArgumentError
+
+SHORT = Protocol(samples=2, warm=0, least=2)
+TABLES = Case("tables", 256, 2)
+
+
+def bench(*cases: Case, **options: Any) -> Bench:
+    return Bench(get_runtime("cpu"), cases, **{"protocol": SHORT, **options})
+
+
+@pytest.fixture(scope="module")
+def forward() -> dict[str, Any]:
+    """The result of one small GDN case."""
+    (result,) = bench(small()).run()["results"]
+    return dict(result)
+
+
+def test_a_result_holds_every_mode_and_control(forward: dict[str, Any]) -> None:
+    assert forward["status"] == "ok"
+    assert set(forward["times"]) == {*MODES, *CONTROLS}
+    for clocks in forward["times"].values():
+        assert set(clocks) == {"device", "host", "wall"}
+        assert clocks["wall"]["samples"] == 2
+        assert 0 < clocks["host"]["p50"] <= clocks["wall"]["p50"]
+
+
+def test_launches_are_exact(forward: dict[str, Any]) -> None:
+    launches = forward["launches"]
+    assert launches["graph-replay"]["host"] == 1
+    assert launches["graph-replay"]["device"] == forward["graph"]["launches"] == launches["eager-fixed"]["device"]
+    copies = launches["update"]["host"]
+    assert launches["graph-update-replay"] == {"host": 1 + copies, "device": copies + forward["graph"]["launches"]} | {
+        "busy_us": None
+    }
+    assert launches["eager-off"] == launches["eager-live"]
+
+
+def test_bytes_are_exact(forward: dict[str, Any]) -> None:
+    graph = forward["graph"]
+    assert graph["arena_bytes"] == graph["price_bytes"]
+    tokens, states = 128 * (3 * 16 + 2) * 4, 2 * 16 * 16 * 4
+    assert graph["arena_bytes"] == tokens + states + 3 * 4
+    assert forward["peak_bytes"]["graph-replay"] == 0
+    assert forward["figures"]["graph_bytes"] == graph["arena_bytes"] + graph["pool_bytes"]
+
+
+def test_peak_bytes_follow_storages_until_they_die() -> None:
+    def body() -> torch.Tensor:
+        a = torch.ones(1000)
+        b = a + 1
+        del a
+        c = b.view(10, 100) * 2
+        del b
+        return c.sum()
+
+    assert peak_bytes(body, get_runtime("cpu")) == 8000
+
+
+def test_slot_use_is_that_of_the_lengths(forward: dict[str, Any]) -> None:
+    assert forward["utilisation"] == {
+        "tokens": 0.5,
+        "sequences": 0.5,
+        "slots": 1 / 3,
+        "live_slots": 1,
+        "slots_held": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        small(operator="kda", options={"use_gate_in_kernel": True, "lower_bound": -5.0, "safe_gate": True}),
+        small(operator="conv", direction="forward+backward", width=8),
+        small(operator="gdn-layer", hidden=32, value_heads=2),
+        small(operator="kda-layer", hidden=32, direction="forward+backward"),
+        small(operator="kda-step", hidden=32, depth=1, direction="step"),
+        small(states=False, chunk_size=32, options={"use_qk_l2norm_in_kernel": True}),
+        TABLES,
+    ],
+    ids=lambda case: case.label,
+)
+def test_every_kind_of_case_is_measured(case: Case) -> None:
+    (result,) = bench(case).run()["results"]
+    assert (result["status"], result["reason"]) == ("ok", None)
+    assert set(MODES) <= set(result["times"])
+    assert result["checks"]["replay"] is True
+    assert result["not_counted"] == {}
+    assert {"eager-live", "eager-fixed", "graph-replay", "graph-update-replay"} <= set(result["launches"])
+
+
+def test_a_planted_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._providers, "planted", Planted(lambda o: o * 1.01))
+    ours, planted = bench(small(), providers=("graphsafe", "planted")).run()["results"]
+    assert ours["status"] == "ok"
+    assert ours["times"]
+    assert planted["status"] == "wrong"
+    assert "o differs from fp64" in planted["reason"]
+    assert planted["times"] == {}
+    assert planted["launches"] == {}
+
+
+def test_a_provider_without_graphs_is_measured_eagerly_and_on_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._providers, "planted", Planted(lambda o: o, unsafe="its grids follow the lengths"))
+    (result,) = bench(small(), providers=("planted",)).run()["results"]
+    assert result["status"] == "ok"
+    assert set(result["times"]) == {"eager-live", "eager-off", "graph-live"}
+    for mode in ("eager-fixed", "graph-replay", "graph-update-replay", "eager-on"):
+        assert "not graph-safe: its grids follow the lengths" in result["refusals"][mode]
+
+
+def test_a_refusal_and_a_failure_are_rows_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(o: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setitem(registry._providers, "planted", Planted(broken))
+    results = bench(small(), TABLES, providers=("planted", "graphsafe")).run()["results"]
+    assert [(r["provider"], r["status"]) for r in results] == [
+        ("planted", "failed"),
+        ("graphsafe", "ok"),
+        ("planted", "refused"),
+        ("graphsafe", "ok"),
+    ]
+    assert "no kernel image" in results[0]["reason"]
+    assert "it has no build_tables" in results[2]["reason"]
+
+
+def test_a_library_that_reads_the_host_keeps_its_eager_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reading(o: torch.Tensor) -> torch.Tensor:
+        return o if float(o.sum()) == float(o.sum()) else o * 0
+
+    monkeypatch.setitem(registry._providers, "planted", Planted(reading, unsafe="it reads the host"))
+    (result,) = bench(small(), providers=("planted",)).run()["results"]
+    assert set(result["times"]) == {"eager-live", "eager-off"}
+    assert "GS101 host-read" in result["refusals"]["graph-live"]
+
+
+def test_an_interrupted_run_reports_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = tmp_path / "journal.jsonl"
+    cases = (TABLES, small(), Case("tables", 128, 2))
+    real = run_module.prepare
+    stop = {"at": small().key}
+
+    def interrupted(workload: Any, *args: Any) -> Any:
+        if workload.case.key == stop["at"]:
+            raise KeyboardInterrupt
+        return real(workload, *args)
+
+    monkeypatch.setattr(run_module, "prepare", interrupted)
+    report = bench(*cases, journal=journal).run()
+    assert report["complete"] is False
+    assert [r["key"] for r in report["results"]] == [TABLES.key]
+    # a killed process may leave half a line
+    journal.write_text(journal.read_text() + '{"key": "hal')
+
+    stop["at"] = TABLES.key  # what is known is not measured again
+    report = bench(*cases, journal=journal, resume=True).run()
+    assert report["complete"] is True
+    assert [r["key"] for r in report["results"]] == [case.key for case in cases]
+    stop["at"] = ""
+    again = bench(*cases, journal=journal, resume=True).run()
+    assert json.dumps(again["results"]) == json.dumps(report["results"])
+
+
+def test_a_run_is_not_resumed_under_other_conditions(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.jsonl"
+    bench(journal=journal).run()
+    with pytest.raises(ArgumentError, match="cannot be resumed under other conditions: protocol"):
+        bench(journal=journal, resume=True, protocol=Protocol(samples=4)).run()
+    bench(journal=journal, resume=False, protocol=Protocol(samples=4)).run()
+
+
+def test_a_run_leaves_no_graph_behind() -> None:
+    import gc
+
+    from graphsafe_cpu.runtime import CpuGraph
+
+    gc.collect()
+    before = sum(type(o) is CpuGraph for o in gc.get_objects())
+    bench(TABLES).run()
+    gc.collect()
+    assert sum(type(o) is CpuGraph for o in gc.get_objects()) == before
+
+
+def test_the_environment_names_no_machine_and_no_path() -> None:
+    import getpass
+    import socket
+
+    text = json.dumps(bench().environment)
+    assert "/" not in text.replace("+cpu", "").replace("/s", "")
+    assert socket.gethostname() not in text or len(socket.gethostname()) < 4
+    assert f'"{getpass.getuser()}"' not in text
