@@ -9,8 +9,10 @@ Requirements
 ------------
 1. Nothing is divided by beta: beta exactly zero is an ordinary value, forward and backward (the adjoint uses N as well:
    dw = dv + N^T (b dv), with w = b e the written values).
-2. No intermediate is larger than an entry of the answer: the iteration inside a 16-row tile only keeps entries that
-   are already final, so half precision cannot overflow where the answer does not.
+2. No intermediate is larger than a few entries of the answer: the iteration inside a tile keeps final entries alone,
+   so half precision does not overflow for keys of unit length, where those of the answer are at most 2.
+3. Half precision is as good as the operands' rounding where beta is at most 1. Beyond, keys that are alike make entries
+   alternate, sums cancel, and :func:`refine_tile` makes up for it.
 """
 
 import triton
@@ -30,14 +32,19 @@ def correction_tile(C, b, BT: tl.constexpr, DT: tl.constexpr, PRECISION: tl.cons
     r = tl.arange(0, 16)
     diagonal = block[:, None, None, None] == block[None, None, :, None]
     distance = (r[:, None] - r[None, :])[None, :, :]
-    # X = (I + diag(b) C)^-1 of the diagonal tiles, all at once: X <- I - X diag(b) C. The entry (i, j) is final after
-    # i - j steps and depends on final entries alone; the others are dropped before each step.
+    # X = (I + diag(b) C)^-1 of the diagonal tiles, all at once. First their tiles of 8 rows: X <- I - X diag(b) C. The
+    # entry (i, j) is final after i - j steps and depends on final entries alone; the others are dropped before each
+    # step. Then X <- X - X (diag(b) C X) with what lies between the two tiles of 8.
     Ad = tl.sum(tl.where(diagonal, tl.reshape(b[:, None] * C, [NB, 16, NB, 16]), 0.0), axis=2)
     eye = tl.where(distance == 0, 1.0, tl.zeros([NB, 16, 16], tl.float32))
-    X = eye + Ad
-    Ad = Ad.to(DT)
-    for step in tl.static_range(1, 15):
-        X = tl.dot(tl.where(distance <= step, X, 0.0).to(DT), Ad, eye, input_precision=PRECISION)
+    near = (r[:, None] // 8 == r[None, :] // 8)[None, :, :]
+    A8 = tl.where(near, Ad, 0.0)
+    X = eye + A8
+    A8 = A8.to(DT)
+    for step in tl.static_range(1, 7):
+        X = tl.dot(tl.where(distance <= step, X, 0.0).to(DT), A8, eye, input_precision=PRECISION)
+    between = tl.dot(tl.where(near, 0.0, Ad).to(DT), X.to(DT), input_precision=PRECISION)
+    X = tl.dot(X.to(DT), between.to(DT), X, input_precision=PRECISION)
     X = tl.reshape(tl.where(diagonal, X.to(DT)[:, :, None, :], 0.0), [BT, BT])
     # N = -C (I + diag(b) C)^-1; with the diagonal tiles alone in the inverse this is F = -C X. One block diagonal after
     # the other: N <- F + N (diag(b) F off the diagonal tiles).
@@ -48,3 +55,21 @@ def correction_tile(C, b, BT: tl.constexpr, DT: tl.constexpr, PRECISION: tl.cons
         for _ in tl.static_range(NB - 1):
             N = tl.dot(N.to(DT), B, F, input_precision=PRECISION)
     return N
+
+
+@triton.jit
+def refine_tile(rounded, C, b, BT: tl.constexpr):
+    """One Newton step on N of :func:`correction_tile`, given in fp16, from the same C and b; N in fp32.
+
+    The residual of ``N (I + diag(b) C) = -C`` is formed with the products of both halves of diag(b) C, so that it is
+    exact to fp32 for the rounded N; its correction by the inverse, ``I + diag(b) N``, leaves an error of second order.
+    """
+    i = tl.arange(0, BT)
+    C = tl.where(i[:, None] > i[None, :], C, 0.0)
+    A = b[:, None] * C
+    high = A.to(tl.float16)
+    low = (A - high.to(tl.float32)).to(tl.float16)
+    N = rounded.to(tl.float32)
+    residual = tl.dot(rounded, low, tl.dot(rounded, high, C + N))
+    N -= residual
+    return tl.dot((0.0 - residual).to(tl.float16), (b[:, None] * N).to(tl.float16), N)

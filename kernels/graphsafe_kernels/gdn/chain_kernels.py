@@ -19,6 +19,7 @@ Requirements
 3. The only rows of o or dw written are the sequence's own.
 """
 
+# ruff: noqa: SIM102, SIM108  (a compile-time condition and a run-time one do not combine in a kernel)
 import triton
 import triton.language as tl
 
@@ -73,11 +74,6 @@ def forward_step(
     x = tl.trans(vt).to(tl.float32) - tl.dot(Sb, tl.trans(kt), input_precision=PRECISION) * tl.load(vec)[None, :]
     b = tl.load(vec + BT)[None, :]
     e = tl.dot((x * b).to(DT), tl.trans(nt), x, input_precision=PRECISION)
-    if SAVE:
-        if TILES:
-            residuals_tiles.store([(slot * HV + hv) * V + i_v * BV, 0], e.to(DT))
-        else:
-            tl.store(residuals + at * (BT * V) + iv[:, None] * BT + i[None, :], e.to(DT), mask=(iv < V)[:, None])
     w = e * b
     if OUTPUT:
         c = tl.load(vec + 2 * BT)[None, :]
@@ -85,6 +81,11 @@ def forward_step(
         y = tl.dot(w.to(DT), tl.trans(pt), y, input_precision=PRECISION)
         mask = (i < left)[:, None] & (iv < V)[None, :]
         tl.store(o + hv * V + row * (HV * V) + i[:, None] * (HV * V) + iv[None, :], tl.trans(y).to(DT), mask=mask)
+    if SAVE:
+        if TILES:
+            residuals_tiles.store([(slot * HV + hv) * V + i_v * BV, 0], e.to(DT))
+        else:
+            tl.store(residuals + at * (BT * V) + iv[:, None] * BT + i[None, :], e.to(DT), mask=(iv < V)[:, None])
     d = tl.load(vec + 3 * BT)[None, :]
     return tl.dot((w * d).to(DT), kt, S * tl.load(decay + at), input_precision=PRECISION)
 

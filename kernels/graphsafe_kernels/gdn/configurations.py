@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["Configuration", "configuration", "device_capability"]
 
 
+MULTIPROCESSORS = 132
+"""Programs that run at once where one fills a multiprocessor: the H100's and H200's number."""
+
+
 @dataclass(frozen=True)
 class Configuration:
     """The choices for one call. Blocks are powers of two of at least 16."""
@@ -27,15 +31,18 @@ class Configuration:
     chain_block: int
     chain_warps: int
     chain_stages: int
+    keep_stages: int
     reverse_block: int
     reverse_warps: int
     reverse_stages: int
     state_stages: int
     prepare_block: int
     prepare_warps: int
+    prepare_registers: int
     clear_block: int
     gradient_key_block: int
     gradient_value_block: int
+    sum_heads: bool
     gradient_warps: int
     gradient_stages: int
     finish_rows: int
@@ -67,7 +74,6 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
     wide = dtype == torch.float32
     key = _power(problem.key_width)
     value = _power(problem.value_width)
-    programs = problem.sequences * problem.value_heads
     # Descriptors read whole tiles only, and rows of a multiple of 16 bytes.
     tiles = (
         capability >= 90
@@ -77,27 +83,34 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         and problem.chunk_size == 64
     )
     small = wide or key > 128
+    group = problem.value_heads // problem.heads
     chain_block = min(value, 32 if small else 64)
-    # Three stages hide the latency of a single long chain; two let two programs share a multiprocessor.
-    stages = 1 if small else (3 if programs <= 264 and tiles else 2)
+    programs = problem.sequences * problem.value_heads * -(-problem.value_width // chain_block)
+    crowded = programs > MULTIPROCESSORS
     return Configuration(
         key_block=key,
         chain_block=chain_block,
         chain_warps=4,
-        chain_stages=stages,
+        # Three stages hide the latency of a lone chain; two let two programs share a multiprocessor.
+        chain_stages=1 if small else 3 if tiles and not crowded else 2,
+        keep_stages=1 if small else 3 if tiles else 2,
         reverse_block=chain_block,
         reverse_warps=4,
-        reverse_stages=stages,
-        state_stages=stages,
+        reverse_stages=1 if small else 3 if tiles else 2,
+        state_stages=1 if small else 3 if tiles else 2,
         prepare_block=min(key, 128 if not wide else 64),
         prepare_warps=4 if problem.chunk_size >= 32 else 2,
+        prepare_registers=168 if capability and not wide else 0,
         clear_block=min(value, 128),
         gradient_key_block=min(key, 32),
         gradient_value_block=min(value, 128),
+        sum_heads=group <= 2,
         gradient_warps=4,
         gradient_stages=1 if wide else (3 if tiles else 2),
         finish_rows=16,
-        keep_states=False,
+        # The backward's state chain is free where it fits beside the reverse chain; where it would not, the forward
+        # keeps its states: about 0.75 KiB a token and value head at K = V = 128 in bf16.
+        keep_states=2 * programs > MULTIPROCESSORS,
         precision="tf32x3" if capability else "ieee",
         half_inverse=not wide,
         tiles=tiles,

@@ -49,9 +49,9 @@ class Problem:
         return self.batch * self.tokens
 
     @property
-    def whole(self) -> bool:
-        """Whether a value head's dq and dk are the answer: nothing to sum over heads, nothing to project."""
-        return self.value_heads == self.heads and not self.qk_l2norm
+    def parts(self) -> bool:
+        """Whether dq and dk come in parts: summed over value heads, or projected for l2norm."""
+        return self.value_heads != self.heads or self.qk_l2norm
 
     @property
     def chunks(self) -> int:
@@ -139,15 +139,17 @@ def prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, x: O
             L2NORM=problem.qk_l2norm, **_gates(problem, x.dt_bias),
             INVERSE="fp16" if c.half_inverse and problem.qk_l2norm else "fp32", PRECISION=c.precision,
             num_warps=c.prepare_warps, num_stages=1,
+            **({"maxnreg": c.prepare_registers} if c.prepare_registers else {}),
         )  # fmt: skip
     return prepared
 
 
 def chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
           o: torch.Tensor, final_state: torch.Tensor | None) -> None:  # fmt: skip
-    """Launch the forward chain: live rows of ``o``, ``final_state`` if given, and the states that ``prepared`` keeps."""
+    """Launch the forward chain: live rows of ``o``, ``final_state`` if given, and the states ``prepared`` keeps."""
     bt, bk, bv, tiles = problem.chunk_size, c.key_block, c.chain_block, c.tiles
     hv, kw, vw = problem.value_heads, problem.key_width, problem.value_width
+    stages = c.chain_stages if prepared.states is None else c.keep_stages
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
     forward_chain_kernel[(problem.sequences * hv * triton.cdiv(vw, bv),)](
         x.q, x.k, x.v, *prepared[:4], o, prepared.states, prepared.residuals, x.initial_state, final_state,
@@ -157,8 +159,8 @@ def chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Ope
         _tile(prepared.residuals, bt, (bv, bt), tiles), cu_seqlens, chunk_offsets, problem.tokens,
         problem.sequences, problem.chunks, **_sizes(problem), BK=bk, BV=bv, PACKED=tables is not None,
         INITIAL=x.initial_state is not None, FINAL=final_state is not None, V_FIRST=problem.state_v_first,
-        SAVE=prepared.states is not None, TILES=tiles, STAGES=c.chain_stages, PRECISION=c.precision,
-        num_warps=c.chain_warps, num_stages=c.chain_stages,
+        SAVE=prepared.states is not None, TILES=tiles, STAGES=stages, PRECISION=c.precision,
+        num_warps=c.chain_warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -208,21 +210,27 @@ def reverse_chain(problem: Problem, tables: ChunkTables | None, c: Configuration
 
 
 def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
-              do: torch.Tensor, dstates: torch.Tensor, dw: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """Launch the parallel half; (dq, dk, dg, dbeta, gate_sums), dq and dk per value head. ``dw`` becomes dv."""
-    kw, tiles, whole = problem.key_width, c.tiles, problem.whole
+              do: torch.Tensor, dstates: torch.Tensor, dw: torch.Tensor
+              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Launch the parallel half; (dq, dk, dg, dbeta, gate_sums), dq and dk in parts unless ``c.sum_heads``. ``dw``
+    becomes dv."""
+    kw, tiles = problem.key_width, c.tiles
     block = (c.gradient_value_block, c.gradient_key_block)
-    shape = (*x.v.shape[:3], kw)
-    dq, dk, dg, dbeta = x.q.new_empty(shape), x.q.new_empty(shape), torch.empty_like(x.g), torch.empty_like(x.beta)
     slots, hv = _slots(problem, tables), problem.value_heads
+    group = hv // problem.heads if c.sum_heads else 1
+    dq_parts, dk_parts = x.q.new_empty(*x.v.shape[:3], kw), x.q.new_empty(*x.v.shape[:3], kw)
+    total = c.sum_heads and problem.parts
+    dq, dk = (torch.empty_like(x.q), torch.empty_like(x.k)) if total else (dq_parts, dk_parts)
+    dg, dbeta = torch.empty_like(x.g), torch.empty_like(x.beta)
     gate_sums = x.q.new_empty(slots, hv, 2, dtype=torch.float32) if problem.gate_in_kernel else None
     if slots:
-        gradients_kernel[(slots * hv,)](
+        gradients_kernel[(slots * hv // group,)](
             x.q, x.k, do, dw, x.g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
-            dstates, prepared.residuals, dq, dk, dg, dbeta, gate_sums, _tile(prepared.states, kw, block, tiles),
-            _tile(dstates, kw, block, tiles), *_boundaries(tables), problem.scale, problem.tokens, problem.sequences,
-            problem.chunks, **_sizes(problem), BK=c.gradient_key_block, BV=c.gradient_value_block, KEY=c.key_block,
-            PACKED=tables is not None, WHOLE=whole, **_gates(problem, x.dt_bias), TILES=tiles,
+            dstates, prepared.residuals, dq_parts, dk_parts, dq, dk, dg, dbeta, gate_sums,
+            _tile(prepared.states, kw, block, tiles), _tile(dstates, kw, block, tiles), *_boundaries(tables),
+            problem.scale, problem.tokens, problem.sequences, problem.chunks, **_sizes(problem),
+            BK=c.gradient_key_block, BV=c.gradient_value_block, KEY=c.key_block, GROUP=group, SUM=total,
+            PACKED=tables is not None, L2NORM=problem.qk_l2norm, **_gates(problem, x.dt_bias), TILES=tiles,
             STAGES=c.gradient_stages, PRECISION=c.precision, num_warps=c.gradient_warps,
             num_stages=c.gradient_stages,
         )  # fmt: skip
@@ -230,13 +238,15 @@ def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x:
 
 
 def finish(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, dq_parts: torch.Tensor,
-           dk_parts: torch.Tensor, gate_sums: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+           dk_parts: torch.Tensor, gate_sums: torch.Tensor | None
+           ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Launch the last sums, where there are any; (dq, dk, dA_log, ddt_bias)."""
     dA_log = None if x.A_log is None else torch.empty_like(x.A_log)
     ddt_bias = None if x.dt_bias is None else torch.empty_like(x.dt_bias)
-    dq, dk = (dq_parts, dk_parts) if problem.whole else (torch.empty_like(x.q), torch.empty_like(x.k))
-    row_programs = triton.cdiv(problem.rows * problem.heads, c.finish_rows)
-    programs = 2 * row_programs * (not problem.whole) + problem.value_heads * problem.gate_in_kernel
+    parts = problem.parts and not c.sum_heads
+    dq, dk = (torch.empty_like(x.q), torch.empty_like(x.k)) if parts else (dq_parts, dk_parts)
+    row_programs = triton.cdiv(problem.rows * problem.heads, c.finish_rows) if parts else 0
+    programs = 2 * row_programs + problem.value_heads * problem.gate_in_kernel
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
     if programs:
         finish_kernel[(programs,)](
@@ -244,7 +254,7 @@ def finish(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Op
             problem.rows, problem.sequences, _slots(problem, tables), row_programs, H=problem.heads,
             HV=problem.value_heads, K=problem.key_width, BK=c.key_block, ROWS=c.finish_rows,
             PACKED=tables is not None, L2NORM=problem.qk_l2norm, GATE=problem.gate_in_kernel,
-            BIAS=x.dt_bias is not None, PARTS=not problem.whole, SUMS=256, num_warps=4, num_stages=1,
+            BIAS=x.dt_bias is not None, PARTS=parts, SUMS=256, num_warps=4, num_stages=1,
         )  # fmt: skip
     return dq, dk, dA_log, ddt_bias
 

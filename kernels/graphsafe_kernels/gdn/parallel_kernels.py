@@ -1,7 +1,7 @@
-"""The parallel half of the backward: every gradient but the states', one program per slot and value head.
+"""The parallel half of the backward: every gradient but the states', one program per slot and a few value heads.
 
-With S the state before the chunk, D the gradient of the state behind it, e the residuals, w = b e the written values, dw
-their gradient, G the gate sums (base 2), g_ij = 2^(G_i - G_j), and q^, k^ the normalised q and k:
+With S the state before the chunk, D the gradient of the state behind it, e the residuals, w = b e the written values,
+dw their gradient, G the gate sums (base 2), g_ij = 2^(G_i - G_j), and q^, k^ the normalised q and k:
 
     dbeta_i = <dw_i, e_i>                         dv_i = b_i dw_i
     Z_ij = scale b_j g_ij <do_i, e_j>  (i >= j)   = d<q^_i, k^_j>
@@ -9,42 +9,47 @@ their gradient, G the gate sums (base 2), g_ij = 2^(G_i - G_j), and q^, k^ the n
     dq^_i = scale 2^G_i do_i S^T + sum_j Z_ij k^_j
     dk^_i = -b_i 2^G_i dw_i S^T + b_i 2^(G_last - G_i) e_i D^T + sum_j Z_ji q^_j + sum_j (Y_ij + Y_ji) k^_j
 
-and for the gate, with W_ij = Z_ij <q^_i, k^_j> + Y_ij <k^_i, k^_j> for i > j and the first three terms above dotted with
-their own row (p_i = <q^_i, .>, r_i = <k^_i, .>, s_i = <k^_i, .>):
+and for the gate, with W_ij = Z_ij <q^_i, k^_j> + Y_ij <k^_i, k^_j> for i > j and the first three terms above dotted
+with their own row (p_i = <q^_i, .>, r_i = <k^_i, .>, s_i = <k^_i, .>):
 
     dg_t = sum_{i >= t} (p_i + r_i + sum_j (W_ij - W_ji)) + sum_{i < t} s_i + decay <S, D>
 
 Requirements
 ------------
-1. Each pair (i, j) enters the gate's gradient twice with opposite signs and cancels but for i >= t > j: both uses are the
-   same fp32 number, so rounding cancels with it.
+1. Each pair (i, j) enters the gate's gradient twice with opposite signs and cancels but for i >= t > j: both uses are
+   the same fp32 number, so rounding cancels with it.
 2. Nothing is divided by beta.
-3. Rows beyond the sequence's end are masked as they are loaded. A sentinel slot reads no operand and clears its share of
-   the padding rows of the gradients.
-4. Where several value heads share a q/k head, or q and k are normalised here, dq and dk are the parts dq^, dk^ of each
-   value head, and ``finish_kernel`` sums and projects them. Gate parameters get one partial sum per slot and head.
+3. Rows beyond the sequence's end are masked as they are loaded. A sentinel slot reads no operand and clears its share
+   of the padding rows of the gradients.
+4. Where several value heads share a q/k head, or q and k are normalised here, the heads' dq^ and dk^ are parts. They
+   are summed and projected at the end of the program that did all of them (SUM), else by ``finish_kernel``. Orders are
+   fixed: no atomics. Gate parameters get one partial sum per slot and head.
 """
 
+# ruff: noqa: SIM102  (a compile-time condition and a run-time one do not combine in a kernel)
 import triton
 import triton.language as tl
 
-from graphsafe_kernels.delta.gate_kernels import activated_beta, log_gate, log_gate_slope
+from graphsafe_kernels.delta.gate_kernels import log_gate, log_gate_slope
 from graphsafe_kernels.delta.row_kernels import clear_rows, load_rows, locate_slot, padding_rows
 from graphsafe_kernels.gdn.prepare_kernels import VECTORS
 
 
 @triton.jit
-def clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-                    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """Write zero to padding rows of one head's gradients; dq and dk too where they are WHOLE."""
-    for column in tl.static_range(0, V, BV):
-        clear_rows(dv + hv * V, first, end, HV * V, column, V, BT, BV)
-    if WHOLE:
+def clear_gradients(first, end, part, dq, dk, dv, dg, dbeta, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+                    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
+                    SUM: tl.constexpr, L2NORM: tl.constexpr):  # fmt: skip
+    """Write zero to padding rows of GROUP heads' gradients; dq and dk too unless another launch makes them."""
+    for head in tl.static_range(GROUP):
+        hv = part * GROUP + head
+        for column in tl.static_range(0, V, BV):
+            clear_rows(dv + hv * V, first, end, HV * V, column, V, BT, BV)
+        clear_rows(dg + hv, first, end, HV, 0, 1, BT, 1)
+        clear_rows(dbeta + hv, first, end, HV, 0, 1, BT, 1)
+    if SUM or (H == HV and not L2NORM):
         for column in tl.static_range(0, K, BK):
-            clear_rows(dq + hv * K, first, end, HV * K, column, K, BT, BK)
-            clear_rows(dk + hv * K, first, end, HV * K, column, K, BT, BK)
-    clear_rows(dg + hv, first, end, HV, 0, 1, BT, 1)
-    clear_rows(dbeta + hv, first, end, HV, 0, 1, BT, 1)
+            clear_rows(dq + part * K, first, end, H * K, column, K, BT, BK)
+            clear_rows(dk + part * K, first, end, H * K, column, K, BT, BK)
 
 
 @triton.jit
@@ -64,30 +69,18 @@ def value_scores(x, residuals, row, rows, HV: tl.constexpr, V: tl.constexpr, BT:
     return total
 
 
-@triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
-def gradients_kernel(
-    q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals,
-    dq, dk, dg, dbeta, gate_sums, states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets,
-    scale, T, N, NT,
+@triton.jit
+def head_gradients(
+    hv, slot, row, rows, q, k, do, dv, g, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq, dk, dg,
+    dbeta, gate_sums, states_tiles, dstates_tiles, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, KEY: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+    BV: tl.constexpr, KEY: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per slot and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and becomes dv; dq, dk
-    ``[tokens, HV, K]`` (parts unless WHOLE); dg, dbeta ``[tokens, HV]`` for the raw inputs; gate_sums
-    ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE."""
+    """One slot of one value head; dq, dk ``[tokens, HV, K]``."""
     DT: tl.constexpr = k.dtype.element_ty
     KEEP: tl.constexpr = BV >= V
     KEY_BLOCK: tl.constexpr = min(KEY, 128)
-    pid = tl.program_id(0)
-    slot = pid // HV
-    hv = pid % HV
-    if PACKED:
-        if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
-            first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
-            clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, HV, K, V, BT, BK, BV, WHOLE)
-            return
-    row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
     hq = hv // (HV // H)
     at = slot.to(tl.int64) * HV + hv
     i = tl.arange(0, BT)
@@ -174,7 +167,8 @@ def gradients_kernel(
                 tk = tl.dot(dw, St, tk, input_precision=PRECISION)
                 td = tl.dot(tl.trans(eT), Dt, td, input_precision=PRECISION)
             else:
-                et = tl.load(residuals + at * (BT * V) + iv[:, None] * BT + i[None, :], mask=(iv < V)[:, None], other=0.0)
+                tile = residuals + at * (BT * V) + iv[:, None] * BT + i[None, :]
+                et = tl.load(tile, mask=(iv < V)[:, None], other=0.0)
                 wt = load_rows(dv + hv * V, row, rows, first, V, HV * V, BT, BV)
                 ot = load_rows(do + hv * V, row, rows, first, V, HV * V, BT, BV)
                 tq = tl.dot(ot, St, tq, input_precision=PRECISION)
@@ -220,10 +214,70 @@ def gradients_kernel(
     if SIGMOID:
         db *= b * (1.0 - b / FACTOR)
     tl.store(dbeta + token, db.to(dbeta.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def sum_heads(x, parts, dx, rows, STRIDE: tl.constexpr, STRIDE_PARTS: tl.constexpr, K: tl.constexpr,
+              BT: tl.constexpr, KEY: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr):  # fmt: skip
+    """dx = the sum of GROUP heads' parts, and with L2NORM its projection: dx <- r (dx - y <y, dx>) for y = r x.
+
+    Pointers to the first row and head; rows of x and dx are STRIDE apart. 16 rows at a time, to spare registers.
+    """
+    j = tl.arange(0, KEY)
+    for first in tl.range(0, BT, 16, num_stages=1):
+        i = first + tl.arange(0, 16)
+        live = (i < rows)[:, None] & (j < K)[None, :]
+        d = tl.zeros([16, KEY], tl.float32)
+        for head in tl.static_range(GROUP):
+            at = parts + i[:, None] * STRIDE_PARTS + head * K + j[None, :]
+            d += tl.load(at, mask=live, other=0.0).to(tl.float32)
+        if L2NORM:
+            y = tl.load(x + i[:, None] * STRIDE + j[None, :], mask=live, other=0.0).to(tl.float32)
+            r = tl.rsqrt(tl.sum(y * y, 1) + 1e-6)
+            y *= r[:, None]
+            d = (d - y * tl.sum(y * d, 1)[:, None]) * r[:, None]
+        tl.store(dx + i[:, None] * STRIDE + j[None, :], d.to(dx.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
+def gradients_kernel(
+    q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq_parts, dk_parts,
+    dq, dk, dg, dbeta, gate_sums, states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets,
+    scale, T, N, NT,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, KEY: tl.constexpr, GROUP: tl.constexpr, SUM: tl.constexpr, PACKED: tl.constexpr,
+    L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per slot and GROUP value heads of one q/k head, heads fastest. dv ``[tokens, HV, V]`` holds dw and
+    becomes dv; dq_parts, dk_parts ``[tokens, HV, K]``; dg, dbeta ``[tokens, HV]`` for the raw inputs; gate_sums
+    ``[slots, HV, 2]`` fp32 (A_log, dt_bias). With SUM (GROUP is all of a q/k head's value heads) also dq, dk
+    ``[tokens, H, K]``; without it, and with nothing to sum or project, the parts are the gradients."""
+    pid = tl.program_id(0)
+    slot = pid // (HV // GROUP)
+    part = pid % (HV // GROUP)
+    if PACKED:
+        if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
+            first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
+            clear_gradients(first, end, part, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV, GROUP, SUM, L2NORM)
+            return
+    row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
+    for head in tl.range(0, GROUP, num_stages=1):
+        head_gradients(
+            part * GROUP + head, slot, row, rows, q, k, do, dv, g, A_log, dt_bias, scores, vectors, states, dstates,
+            residuals, dq_parts, dk_parts, dg, dbeta, gate_sums, states_tiles, dstates_tiles, scale, H, HV, K, V, BT,
+            BK, BV, KEY, GATE, BIAS, SIGMOID, FACTOR, TILES, STAGES, PRECISION,
+        )  # fmt: skip
+    if SUM:
+        tl.debug_barrier()  # other threads' parts are read below
+        at = row * (HV * K) + part * (GROUP * K)
+        to = row * (H * K) + part * K
+        sum_heads(q + to, dq_parts + at, dq + to, rows, H * K, HV * K, K, BT, KEY, GROUP, L2NORM)
+        sum_heads(k + to, dk_parts + at, dk + to, rows, H * K, HV * K, K, BT, KEY, GROUP, L2NORM)
     if PACKED:
         first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
         if first < end:
-            clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, HV, K, V, BT, BK, BV, WHOLE)
+            clear_gradients(first, end, part, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV, GROUP, SUM, L2NORM)
 
 
 @triton.jit(do_not_specialize=["T", "N", "slots", "row_programs"])

@@ -17,17 +17,31 @@ Requirements
 4. A sentinel slot reads no operand and clears its share of the padding rows of the output.
 """
 
+# ruff: noqa: SIM102  (a compile-time condition and a run-time one do not combine in a kernel)
 import triton
 import triton.language as tl
 
 from graphsafe_kernels.delta.gate_kernels import LOG2E, activated_beta, log_gate
-from graphsafe_kernels.delta.inverse_kernels import correction_tile
+from graphsafe_kernels.delta.inverse_kernels import correction_tile, refine_tile
 from graphsafe_kernels.delta.row_kernels import clear_rows, locate_slot, padding_rows
 
 LOWEST: tl.constexpr = tl.constexpr(-160.0)
 """A gate of 2^-160 is zero in fp32; bounding it there changes no product and keeps the sums G exact enough."""
 VECTORS: tl.constexpr = tl.constexpr(7)
 """Rows of ``vectors``: a, b, c, d, G, r_k, r_q."""
+
+
+@triton.jit
+def key_products(k, base, m, G, rk, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
+    """C of one chunk; entries above the diagonal are zero."""
+    i = tl.arange(0, BT)
+    KK = tl.zeros([BT, BT], tl.float32)
+    for column in tl.static_range(0, K, BK):
+        j = column + tl.arange(0, BK)
+        kt = tl.load(k + base + j[None, :], mask=m[:, None] & (j < K)[None, :], other=0.0)
+        KK = tl.dot(kt, tl.trans(kt), KK, input_precision=PRECISION)
+    between = tl.exp2(tl.where(i[:, None] >= i[None, :], G[:, None] - G[None, :], -float("inf")))
+    return KK * between * rk[:, None] * rk[None, :]
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
@@ -105,6 +119,11 @@ def prepare_kernel(
     C = KK * between * rk[:, None] * rk[None, :]
     if INVERSE == "fp16":
         X = correction_tile(C, b, BT, tl.float16, PRECISION)
+        if tl.max(b, 0) > 1.0:
+            # C again, from memory: kept, it would take registers that the rest needs.
+            tl.debug_barrier()
+            C = key_products(k, base, m, tl.load(vec + 4 * BT), tl.load(vec + 5 * BT), K, BT, BK, PRECISION)
+            X = refine_tile(X.to(tl.float16), C, tl.load(vec + BT), BT)
     else:
         X = correction_tile(C, b, BT, tl.float32, PRECISION)
     tl.store(correction + tile, X.to(correction.dtype.element_ty))

@@ -1,0 +1,359 @@
+"""Checks and times the gated delta rule on one GPU: whole operator, its kernels one by one, variants, and peers.
+
+    python benchmarks/gdn.py --check --time --parts --variants all --peer fla --json out.json
+
+Times are medians of replays of a captured graph, in microseconds, 256 MB written before each sample: first with the
+device idle at the launch (host launch latency is in it), then queued behind the write. Errors are relative rms against
+the fp64 reference. Peers are used where they can be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from graphsafe_kernels import backend
+from graphsafe_kernels.gdn import chunk_gated_delta_rule, configurations, launch
+from graphsafe_kernels.tables import build_tables
+
+DEVICE = "cuda"
+SHAPES = {
+    "8192x1": (8192, 1, 16, 32),
+    "4096x32": (4096, 32, 16, 32),
+    "4096x1": (4096, 1, 16, 32),
+    "1024x4": (1024, 4, 16, 32),
+    "8192x1 4/8": (8192, 1, 4, 8),
+    "8192x1 32/32": (8192, 1, 32, 32),
+    "1024x8 16/64": (1024, 8, 16, 64),
+}
+"""Name -> tokens, sequences, heads, value heads."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "shipped": {},
+    "parts": {"sum_heads": False},
+    "recompute": {"keep_states": False},
+    "keep": {"keep_states": True},
+    "wide": {"chain_block": 128, "chain_warps": 8, "chain_stages": 3},
+    "pointers": {"tiles": False, "chain_stages": 2, "keep_stages": 2, "reverse_stages": 2, "state_stages": 2,
+                 "gradient_stages": 2},
+}  # fmt: skip
+TOUCHED = {
+    "shipped": ("tables", "prepare", "chain", "reverse", "gradients", "finish"),
+    "parts": ("gradients", "finish"),
+    "wide": ("chain",),
+}
+"""The parts that a variant changes; chain and reverse where nothing is said."""
+NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0")
+
+
+def use(variant: dict[str, Any]) -> None:
+    """Serve the operator with kernels, with these fields of the configuration replaced."""
+    backend.TRITON["chunk_gated_delta_rule"] = "graphsafe_kernels.gdn.autograd"
+
+    def configuration(*key: Any) -> configurations.Configuration:
+        return dataclasses.replace(configurations.configuration(*key), **variant)
+
+    launch.configuration = configuration
+
+
+class Case:
+    """One shape's inputs: bf16 q, k, v; fp32 g (log sigmoid of normal numbers), beta (uniform) and states."""
+
+    def __init__(self, tokens: int, sequences: int, heads: int, value_heads: int, width: int = 128, *, seed: int = 0,
+                 ragged: bool = False, dtype: torch.dtype = torch.bfloat16, hard: str = "",
+                 chunk_size: int = 64) -> None:  # fmt: skip
+        self.options = {} if chunk_size == 64 else {"chunk_size": chunk_size}
+        gen = torch.Generator(DEVICE).manual_seed(seed)
+        r = lambda *s: torch.randn(*s, device=DEVICE, generator=gen)  # noqa: E731
+        self.q, self.k = r(1, tokens, heads, width).to(dtype), r(1, tokens, heads, width)
+        self.v = r(1, tokens, value_heads, width).to(dtype)
+        self.g = F.logsigmoid(r(1, tokens, value_heads))
+        self.beta = torch.rand(1, tokens, value_heads, device=DEVICE, generator=gen)
+        self.h0 = r(sequences, value_heads, width, width)
+        if hard:
+            alike, beta, gate = HARD[hard]
+            if alike:
+                self.k = r(1, 1, heads, width) + alike * self.k
+            if beta == "mixed":
+                self.beta = 2 * self.beta
+                self.beta[:, ::7] = 0
+            elif beta is not None:
+                self.beta = torch.full_like(self.beta, beta)
+            if gate is not None:
+                self.g = torch.full_like(self.g, gate)
+        self.k = self.k.to(dtype)
+        cuts = torch.linspace(0, tokens, sequences + 1)
+        if ragged and sequences > 1:
+            inner = tokens * torch.rand(sequences - 1, generator=torch.Generator().manual_seed(seed))
+            cuts = torch.cat([cuts[:1], torch.sort(inner)[0], cuts[-1:]])
+        self.cu = cuts.round().to(DEVICE, torch.int32)
+        self.do, self.dht = r(1, tokens, value_heads, width).to(dtype), r(*self.h0.shape)
+
+    def call(self, op: Callable[..., Any], *, grad: bool, dtype: torch.dtype | None = None) -> list[Any]:
+        """[o, ht], or with ``grad`` those and the gradients."""
+        ins = [self.q, self.k, self.v, self.g, self.beta, self.h0]
+        ins = [t.to(dtype or t.dtype).detach().requires_grad_(grad) for t in ins]
+        o, ht = op(*ins[:3], g=ins[3], beta=ins[4], initial_state=ins[5], output_final_state=True,
+                   use_qk_l2norm_in_kernel=True, cu_seqlens=self.cu)  # fmt: skip
+        if not grad:
+            return [o, ht]
+        return [o, ht, *torch.autograd.grad([o, ht], ins, [self.do.to(o.dtype), self.dht.to(ht.dtype)])]
+
+
+HARD: dict[str, tuple[float, Any, float | None]] = {
+    "random": (0.0, None, None), "beta 0..2, some 0": (0.0, "mixed", None), "g 0": (0.0, None, 0.0),
+    "99.9% alike, beta 1, g -.01": (0.03, 1.0, -0.01), "beta 1.9, g 0": (0.0, 1.9, 0.0),
+    "90% alike, beta 1.9, g -.01": (0.33, 1.9, -0.01), "99.9% alike, beta 1.9, g -.01": (0.03, 1.9, -0.01),
+    "90% alike, g -.1": (0.33, None, -0.1),
+    "g -5": (0.0, None, -5.0), "g -20": (0.0, None, -20.0),
+}  # fmt: skip
+"""Name -> (spread of the keys around a common one, beta, gate)."""
+
+
+CHECKS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "ragged": ((700, 5, 2, 4), {"ragged": True}),
+    "one": ((512, 1, 2, 2), {}),
+    "fp16": ((300, 3, 1, 2), {"dtype": torch.float16, "ragged": True}),
+    "fp32": ((300, 3, 1, 2), {"dtype": torch.float32, "ragged": True}),
+    "width 64": ((300, 3, 1, 2, 64), {"ragged": True}),
+    "width 100": ((300, 3, 1, 2, 100), {"ragged": True}),
+    "width 256": ((300, 3, 1, 2, 256), {"ragged": True}),
+    "chunk 32": ((300, 3, 1, 2), {"chunk_size": 32, "ragged": True}),
+    "chunk 16": ((300, 3, 1, 2), {"chunk_size": 16, "ragged": True}),
+}
+"""Name -> arguments of :class:`Case` for a comparison with the reference."""
+
+
+def errors(out: list[Any], ref: list[Any]) -> str:
+    """Relative rms errors by name; NaN stays NaN."""
+    rms = lambda t: float(t.detach().double().pow(2).mean().sqrt())  # noqa: E731
+    pairs = zip(NAMES, out, ref, strict=True)
+    return " ".join(f"{name} {rms(a.double() - b) / (rms(b) + 1e-8):.1e}" for name, a, b in pairs)
+
+
+def capture(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def replay_times(step: Callable[[], Any], samples: int) -> tuple[float, float]:
+    """(device idle at the launch, queued behind other work), medians in us."""
+    graph = capture(step)
+    flush = torch.empty(256 * 2**20, dtype=torch.int8, device=DEVICE)
+    medians = []
+    for queued in (False, True):
+        times = []
+        for _ in range(samples):
+            flush.zero_()
+            if not queued:
+                torch.cuda.synchronize()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3)
+        medians.append(round(statistics.median(times), 1))
+    return medians[0], medians[1]
+
+
+def parts(case: Case) -> dict[str, Callable[[], Any]]:
+    """The launches of forward and backward, each on its own."""
+    tables = build_tables(case.cu, case.q.shape[1], 64)
+    x = launch.Operands(case.q, case.k, case.v, case.g, case.beta, None, None, case.h0)
+    _, tokens, heads, width = case.q.shape
+    hv = case.v.shape[2]
+    problem = launch.Problem(1, tokens, heads, hv, width, width, case.h0.shape[0], 64, width**-0.5, True)
+    c = launch.configuration(problem, case.q.device, case.q.dtype)
+    o, ht = torch.empty_like(case.v), torch.empty_like(case.h0)
+    prepared = launch.prepare(problem, tables, c, x, o)
+    if c.keep_states:
+        prepared = prepared._replace(**launch._state_buffers(problem, tables, x.q))
+    launch.chain(problem, tables, c, x, prepared, o, ht)
+    full, dstates, dw, _ = launch.reverse_chain(problem, tables, c, x, prepared, case.do, None)
+    dq, dk, *_ = launch.gradients(problem, tables, c, x, full, case.do, dstates, dw)
+    return {
+        "tables": lambda: build_tables(case.cu, tokens, 64),
+        "prepare": lambda: launch.prepare(problem, tables, c, x, o),
+        "chain": lambda: launch.chain(problem, tables, c, x, prepared, o, ht),
+        "reverse": lambda: launch.reverse_chain(problem, tables, c, x, prepared, case.do, None),
+        "gradients": lambda: launch.gradients(problem, tables, c, x, full, case.do, dstates, dw),
+        "finish": lambda: launch.finish(problem, tables, c, x, dq, dk, None),
+    }
+
+
+def peer(name: str) -> Callable[..., Any]:
+    if name == "fla":
+        os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
+        import fla.ops.common.chunk_o as chunk_o
+
+        chunk_o.TRITON_ABOVE_3_7_1 = True  # lifts its refusal of Hopper: its K = 128 backward is right there
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as op
+    else:
+        from flash_qla import chunk_gated_delta_rule as op
+    return op
+
+
+def compile_apart(variants: list[str], arguments: argparse.Namespace) -> None:
+    """Compile each variant in a process of its own, all at once: the cache is shared."""
+    me = [sys.executable, __file__, "--compile", "--only", *arguments.only]
+    processes = [subprocess.Popen([*me, "--variants", v], stdout=subprocess.DEVNULL) for v in variants]
+    for process in processes:
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="errors of each variant on a small ragged batch")
+    parser.add_argument("--hard", action="store_true", help="errors on hard inputs, peers beside it")
+    parser.add_argument("--replay", action="store_true", help="random layouts replayed in one bucket, bit for bit")
+    parser.add_argument("--time", action="store_true", help="times of forward and forward + backward")
+    parser.add_argument("--parts", action="store_true", help="times of each launch")
+    parser.add_argument("--compile", action="store_true", help="compile only")
+    parser.add_argument("--variants", nargs="*", default=["shipped"], help="names, or all")
+    parser.add_argument("--only", nargs="*", default=list(SHAPES), help="shapes")
+    parser.add_argument("--cases", nargs="*", default=list(CHECKS), help="which checks")
+    parser.add_argument("--peer", nargs="*", default=[], choices=["fla", "flashqla"])
+    parser.add_argument("--samples", type=int, default=21)
+    parser.add_argument("--json", default="", help="where to write every figure")
+    a = parser.parse_args()
+    names = list(VARIANTS) if a.variants == ["all"] else a.variants
+    record: list[dict[str, Any]] = []
+    began = time.time()
+
+    def note(**row: Any) -> None:
+        record.append(row)
+        print(f"[{time.time() - began:5.0f}s]", " ".join(f"{k}={v}" for k, v in row.items()), flush=True)
+
+    if a.compile:
+        use(VARIANTS[names[0]])
+        for shape in a.only[:1]:
+            Case(*SHAPES[shape]).call(chunk_gated_delta_rule, grad=True)
+        Case(256, 1, 1, 2).call(chunk_gated_delta_rule, grad=True)
+        return
+    if len(names) > 1:
+        compile_apart(names, a)
+    if a.check:
+        for label in a.cases:
+            case = Case(*CHECKS[label][0], **CHECKS[label][1])
+            backend.TRITON.pop("chunk_gated_delta_rule", None)
+            backend._load.cache_clear()
+            ref = case.call(chunk_gated_delta_rule, grad=True, dtype=torch.float64)
+            for name in names:
+                use(VARIANTS[name])
+                backend._load.cache_clear()
+                first, second = (case.call(chunk_gated_delta_rule, grad=True) for _ in range(2))
+                same = all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+                note(check=label, variant=name, same_bits=same, errors=errors(first, ref))
+    if a.hard:
+        for hard in HARD:
+            case = Case(300, 3, 2, 4, ragged=True, hard=hard)
+            arms = {"graphsafe": chunk_gated_delta_rule, **{p: peer(p) for p in a.peer}}
+            use({})
+            backend._load.cache_clear()
+            ref = case.call(chunk_gated_delta_rule, grad=True, dtype=torch.float64)
+            for name, op in arms.items():
+                note(hard=hard, arm=name, errors=errors(case.call(op, grad=True), ref))
+    if a.replay:
+        use({})
+        backend._load.cache_clear()
+        note(replay=replays(Case(1024, 8, 2, 4, ragged=True)))
+    for shape in a.only:
+        if not (a.time or a.parts):
+            break
+        case = Case(*SHAPES[shape])
+        for name in names:
+            use(VARIANTS[name])
+            backend._load.cache_clear()
+            try:
+                if a.parts:
+                    steps = parts(case)
+                    for part in TOUCHED.get(name, ("chain", "reverse")):
+                        note(shape=shape, variant=name, part=part, us=replay_times(steps[part], a.samples))
+                if a.time and name in ("shipped", "parts"):
+                    whole(case, chunk_gated_delta_rule, shape, name, a.samples, note)
+            except Exception as e:  # a variant that cannot run is a figure too
+                note(shape=shape, variant=name, failed=repr(e)[:300])
+        if a.time:
+            for name in a.peer:
+                whole(case, peer(name), shape, name, a.samples, note)
+    if a.json:
+        with open(a.json, "w") as file:
+            json.dump(record, file, indent=1)
+
+
+def replays(case: Case, layouts: int = 20) -> str:
+    """Capture forward and backward at the bucket of ``case``; replay random layouts with poisoned padding."""
+    tokens, sequences = case.q.shape[1], case.h0.shape[0]
+    step = lambda: case.call(chunk_gated_delta_rule, grad=True)  # noqa: E731
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    wrong = []
+    for seed in range(layouts):
+        gen = torch.Generator().manual_seed(seed)
+        live = int(torch.randint(0, tokens + 1, (1,), generator=gen))
+        cuts = torch.sort(torch.randint(0, live + 1, (sequences - 1,), generator=gen))[0].tolist()
+        case.cu.copy_(torch.tensor([0, *cuts, live]))
+        fresh = Case(tokens, sequences, case.q.shape[2], case.v.shape[2], seed=seed)
+        for name in ("q", "k", "v", "g", "beta", "do", "h0", "dht"):
+            getattr(case, name).copy_(getattr(fresh, name))
+        for t in (case.q, case.k, case.v, case.g, case.beta, case.do):
+            t[:, live:] = float("nan")
+        with torch.no_grad():
+            for t in out:
+                t.fill_(float("nan"))
+        graph.replay()
+        eager = step()
+        same = all(torch.equal(x, y) for x, y in zip(out, eager, strict=True))
+        clear = all(bool((t[:, live:] == 0).all()) for t in (out[0], *out[2:7]))
+        if not (same and clear):
+            wrong.append(f"seed {seed}: same bits {same}, padding zero {clear}")
+    return "; ".join(wrong) or f"{layouts} layouts: the same bits, padding zero"
+
+
+def whole(case: Case, op: Callable[..., Any], shape: str, name: str, samples: int, note: Callable[..., None]) -> None:
+    ins = [t.detach().requires_grad_() for t in (case.q, case.k, case.v, case.g, case.beta)]
+
+    def forward() -> Any:
+        return op(*ins[:3], g=ins[3], beta=ins[4], initial_state=case.h0, output_final_state=True,
+                  use_qk_l2norm_in_kernel=True, cu_seqlens=case.cu)  # fmt: skip
+
+    def inference() -> Any:
+        with torch.no_grad():
+            return forward()
+
+    def both() -> None:
+        for t in ins:
+            t.grad = None
+        forward()[0].backward(case.do)
+
+    note(shape=shape, arm=name, what="forward", us=replay_times(inference, samples))
+    note(shape=shape, arm=name, what="forward+backward", us=replay_times(both, samples))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""The gated delta rule's kernels: values against the fp64 reference, and the graph contract bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from graphsafe_kernels import backend
+from graphsafe_kernels.gdn import autograd, chunk_gated_delta_rule, configurations, launch
+from graphsafe_kernels.reference import gated_delta_rule as reference
+
+from graphsafe.errors import MetadataError
+
+NAN = float("nan")
+# relative rms allowed against fp64, (outputs and states, gradients)
+TOLERANCE = {torch.float32: (1e-5, 2e-5), torch.float16: (2e-3, 4e-3), torch.bfloat16: (5e-3, 2e-2)}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """The operator is served by its kernels, on any device."""
+    monkeypatch.setitem(backend.TRITON, "chunk_gated_delta_rule", autograd.__name__)
+    backend._load.cache_clear()
+    yield
+    backend._load.cache_clear()
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """``configured(field=value)`` replaces fields of every configuration chosen from then on."""
+
+    def replace(**fields):
+        chosen = configurations.configuration
+        monkeypatch.setattr(launch, "configuration", lambda *key: dataclasses.replace(chosen(*key), **fields))
+
+    return replace
+
+
+def batch(device, lengths, *, heads=1, value_heads=2, key=16, value=16, dtype=torch.float32, padding=0, unused=0,
+          seed=0, dense=False, gate=False, v_first=False):  # fmt: skip
+    """Operands of one call; ``padding`` rows behind the live ones hold NaN, in gradients too."""
+    g = torch.Generator().manual_seed(seed)
+    randn = functools.partial(torch.randn, generator=g)
+    total = sum(lengths)
+    rows, tokens = (len(lengths), lengths[0]) if dense else (1, total)
+    states = (len(lengths), value_heads, *((value, key) if v_first else (key, value)))
+    b = SimpleNamespace(
+        q=randn(rows, tokens, heads, key).to(dtype), k=randn(rows, tokens, heads, key).to(dtype),
+        v=randn(rows, tokens, value_heads, value).to(dtype),
+        g=randn(rows, tokens, value_heads) if gate else -randn(rows, tokens, value_heads).abs(),
+        beta=randn(rows, tokens, value_heads) if gate else 2 * torch.rand(rows, tokens, value_heads, generator=g),
+        initial_state=randn(*states), do=randn(rows, tokens, value_heads, value).to(dtype), dfinal=randn(*states),
+        A_log=randn(value_heads) if gate else None, dt_bias=randn(value_heads) if gate else None, cu=None, total=total,
+        rows=("q", "k", "v", "g", "beta", "do"),
+    )  # fmt: skip
+    if not gate:
+        b.beta[:, ::5] = 0  # an ordinary value
+    if not dense:
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
+        b.cu = torch.cat([ends, ends[-1:].expand(unused)]).to(torch.int32).to(device)
+        for name in b.rows:
+            t = getattr(b, name)
+            setattr(b, name, torch.cat([t, t.new_full((1, padding, *t.shape[2:]), NAN)], 1))
+        if unused:
+            for name in ("initial_state", "dfinal"):
+                t = getattr(b, name)
+                setattr(b, name, torch.cat([t, randn(unused, *states[1:])]))
+    for name, t in vars(b).items():
+        if isinstance(t, torch.Tensor):
+            setattr(b, name, t.to(device))
+    return b
+
+
+INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+
+
+def run(b, *, dtype=None, chunk_size=16, **options):
+    """Outputs and gradients by name; ``dtype`` fp64 is the reference, on live rows alone."""
+    leaves = {name: getattr(b, name) for name in INPUTS if getattr(b, name) is not None}
+    seeds = [b.do, b.dfinal]
+    if dtype is not None:
+        live = slice(None) if b.cu is None else slice(b.total)
+        cut = lambda name, t: (t[:, live] if name in b.rows else t).to(dtype)  # noqa: E731
+        leaves = {name: cut(name, t) for name, t in leaves.items()}
+        seeds = [cut("do", b.do), cut("", b.dfinal)]
+    leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
+    o, final = chunk_gated_delta_rule(**leaves, output_final_state=True, cu_seqlens=b.cu, chunk_size=chunk_size,
+                                      **options)  # fmt: skip
+    grads = torch.autograd.grad([o, final], list(leaves.values()), seeds)
+    return {"o": o.detach(), "final": final.detach(),
+            **{"d" + name: x for name, x in zip(leaves, grads, strict=True)}}  # fmt: skip
+
+
+def per_token(name):
+    return name in ("o", "dq", "dk", "dv", "dg", "dbeta")
+
+
+def live(b, out):
+    return {name: t[:, : b.total] if per_token(name) and b.cu is not None else t for name, t in out.items()}
+
+
+def errors(want, got):
+    """Relative rms by name; infinite where a result holds NaN."""
+    assert want.keys() == got.keys()
+    found = {}
+    for name, w in want.items():
+        g = got[name].double()
+        e = (w - g).square().mean().sqrt() / (w.square().mean().sqrt() + 1e-8)
+        found[name] = float("inf") if torch.isnan(g).any() else e.item()
+    return found
+
+
+def assert_close(want, got, dtype):
+    outputs, gradients = TOLERANCE[dtype]
+    found = errors(want, got)
+    assert all(e <= (gradients if name.startswith("d") else outputs) for name, e in found.items()), found
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different, different
+
+
+GATED = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True,
+         "use_qk_l2norm_in_kernel": True}  # fmt: skip
+NORMED = {"use_qk_l2norm_in_kernel": True}
+CASES = {
+    "packed": (dict(lengths=[20, 0, 33, 5], padding=11), NORMED),
+    "gate and beta in kernel": (dict(lengths=[20, 33], padding=40, gate=True), GATED),
+    "dense, odd widths": (dict(lengths=[37, 37], dense=True, key=24, value=20, gate=True), GATED),
+    "states v first": (dict(lengths=[18, 3], v_first=True, key=16, value=32), {**NORMED, "state_v_first": True}),
+    "a head for a head": (dict(lengths=[17], heads=2, value_heads=2, padding=20), {"scale": -0.3}),
+    "four value heads": (dict(lengths=[17], value_heads=4), NORMED),
+    "chunk 32": (dict(lengths=[40, 9], padding=3), {**NORMED, "chunk_size": 32}),
+    "chunk 64": (dict(lengths=[70, 9], padding=30, value_heads=1), {**NORMED, "chunk_size": 64}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_padding(device, name):
+    """Outputs and every gradient are the reference's; padding rows are zero whatever the padding held."""
+    sizes, options = CASES[name]
+    b = batch(device, **sizes)
+    if not options.get("use_qk_l2norm_in_kernel"):
+        b.q, b.k = (torch.nn.functional.normalize(x, dim=-1) for x in (b.q, b.k))
+    got = run(b, **options)
+    assert_close(run(b, dtype=torch.float64, **options), live(b, got), torch.float32)
+    for key, t in got.items():
+        if per_token(key) and b.cu is not None:
+            assert (t[:, b.total :] == 0).all(), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(device, dtype):
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        dtype = torch.float16  # the interpreter's bf16 products are wrong; the same test runs on devices
+    b = batch(device, [40, 23], dtype=dtype, padding=3)
+    got = run(b, **NORMED)
+    assert_close(run(b, dtype=torch.float64, **NORMED), live(b, got), dtype)
+    assert got["o"].dtype == got["dq"].dtype == dtype
+    assert got["final"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("beta", [1.0, 1.9, 2.0])
+def test_near_identical_keys(device, beta):
+    """Nothing inside the triangular inverse outgrows the answer, in half precision as in fp32."""
+    for dtype in (torch.float32, torch.float16):
+        b = batch(device, [64], dtype=dtype, value_heads=1)
+        b.k = (b.k[:, :1] + 0.03 * b.k).contiguous()
+        b.beta = torch.full_like(b.beta, beta)
+        b.g = torch.full_like(b.g, -0.01)
+        found = errors(run(b, dtype=torch.float64, chunk_size=64, **NORMED), run(b, chunk_size=64, **NORMED))
+        assert max(found.values()) < (1e-4 if dtype == torch.float32 else 1e-2), (dtype, found)
+
+
+@pytest.mark.parametrize("gate", [-5.0, -20.0, -1e4, -float("inf")])
+def test_strong_gates(device, gate):
+    """A saturated gate forgets the state and leaves everything finite."""
+    b = batch(device, [24])
+    b.g[:, 3:9] = gate
+    got = run(b, **NORMED)
+    assert all(torch.isfinite(t).all() for t in got.values())
+    b.g = b.g.clamp(min=-200)  # the reference differentiates exp(-inf)
+    want = run(b, dtype=torch.float64, **NORMED)
+    found = errors(want, got)
+    assert max(e for name, e in found.items() if name != "dg") < 2e-5, found
+    assert (got["dg"].double() - want["dg"]).abs().max() < 2e-5 * want["dg"].abs().max()
+
+
+def test_blocks_and_descriptors(device, configured):
+    """Several blocks of K and V, descriptors with a masked rest, and kept states: the same values."""
+    b = batch(device, [40, 7, 17], key=32, value=32, padding=5)
+    want = run(b, dtype=torch.float64, **NORMED)
+    blocks = dict(chain_block=16, reverse_block=16, prepare_block=16, gradient_key_block=16, gradient_value_block=16)
+    for fields in (blocks, {"tiles": True}, {"tiles": True, "keep_states": True}):
+        configured(**fields)
+        assert_close(want, live(b, run(b, **NORMED)), torch.float32)
+
+
+def test_tail_by_descriptor_reads_no_other_sequence(device, configured):
+    """A chunk's block load takes along the next sequence's rows: NaN there changes no bit."""
+    for fields in ({}, {"tiles": True}):
+        configured(**fields)
+        b = batch(device, [20, 18, 9], key=32, value=32)
+        clean = run(b, **NORMED)
+        for name in b.rows:
+            getattr(b, name)[:, 20:38] = NAN
+        dirty = run(b, **NORMED)
+        for name, t in clean.items():
+            if per_token(name):
+                kept = torch.ones(t.shape[1], dtype=torch.bool, device=device)
+                kept[20:38] = False
+                assert torch.equal(t[:, kept], dirty[name][:, kept]), name
+            else:
+                assert torch.equal(t[::2], dirty[name][::2]), name
+
+
+def test_padding_and_unread_intermediates_change_no_bit(device, monkeypatch):
+    """The bucket's size changes no bit, gate parameters' sums included; nor does what fresh memory holds."""
+    lengths = [20, 33]
+    exact = run(batch(device, lengths, gate=True), **GATED)
+    wide = batch(device, lengths, gate=True, padding=50, unused=3)
+
+    def narrowed():
+        out = live(wide, run(wide, **GATED))
+        return {name: t[:2] if name in ("final", "dinitial_state") else t for name, t in out.items()}
+
+    assert_same(exact, narrowed())
+    for owner, name in ((torch, "empty_like"), (torch.Tensor, "new_empty"), (torch, "empty")):
+        original = getattr(owner, name)
+
+        def poisoned(*args, original=original, **kwargs):
+            t = original(*args, **kwargs)
+            return t.fill_(NAN) if t.is_floating_point() else t
+
+        monkeypatch.setattr(owner, name, poisoned)
+    assert_same(exact, narrowed())
+
+
+def test_replay(device, capture):
+    """One captured forward and backward serves any layout of its bucket, bit for bit as eager."""
+    b = batch(device, [20, 13, 7], padding=8, gate=True)
+    body = capture(functools.partial(run, b, use_graph=True, max_num_seqs=3, **GATED))
+    for seed, lengths in enumerate(([48, 0, 0], [0, 1, 47], [16, 16, 3], [0, 0, 0])):
+        fresh = batch(device, lengths, padding=48 - sum(lengths), gate=True, seed=seed + 1)
+        for name in (*INPUTS, "do", "dfinal", "cu"):
+            getattr(b, name).copy_(getattr(fresh, name))
+        got = {name: t.clone() for name, t in body.replay().items()}
+        assert_same(run(b, use_graph=True, max_num_seqs=3, **GATED), got)
+        b.total = sum(lengths)
+        assert all((t[:, b.total :] == 0).all() for name, t in got.items() if per_token(name)), lengths
+
+
+def test_launches(device, launches):
+    """Two launches forward and two or three backward, beside the tables'."""
+    forward, backward = ["prepare", "forward_chain"], ["backward_chains", "gradients"]
+    for sizes, options, last in (
+        ({"heads": 2, "value_heads": 2}, {}, []),
+        ({"value_heads": 2}, NORMED, []),
+        ({"value_heads": 4}, NORMED, ["finish"]),
+        ({"gate": True}, GATED, ["finish"]),
+    ):
+        launches.clear()
+        run(batch(device, [20], padding=3, **sizes), **options)
+        names = [name.removesuffix("_kernel") for name in launches if "tables" not in name]
+        assert names == forward + backward + last
+
+
+def test_without_tokens_states_are_handed_through(device):
+    b = batch(device, [0, 0])
+    got = run(b, **NORMED)
+    assert torch.equal(got["final"], b.initial_state)
+    assert torch.equal(got["dinitial_state"], b.dfinal)
+
+
+def test_boundaries_written_before_the_backward_are_refused(device):
+    b = batch(device, [20])
+    q = b.q.requires_grad_()
+    o, _ = chunk_gated_delta_rule(q, b.k, b.v, b.g, b.beta, cu_seqlens=b.cu, chunk_size=16)
+    b.cu.add_(0)
+    with pytest.raises(MetadataError, match="cu_seqlens"):
+        o.sum().backward()
+
+
+def test_fp64_is_the_reference(device):
+    b = batch(device, [20], dtype=torch.float64)
+    b.initial_state, b.dfinal = b.initial_state.double(), b.dfinal.double()
+    assert autograd.reference is reference
+    assert run(b, **NORMED)["o"].dtype == torch.float64
