@@ -158,13 +158,14 @@ class Tape:
     ) -> None:
         """Record one operator that has just run; views and uninitialised memory need no replay."""
         fresh = self._fresh(result)
-        is_view = not fresh and not facts.writes and next(argument_tensors(result), None) is not None
         if facts.fills_nothing:
             return
-        if is_view:
-            for t in argument_tensors((args, kwargs)):
-                self._see(t, facts.name)
-            return
+        if not fresh and not facts.writes:
+            operands, results = list(argument_tensors((args, kwargs))), list(argument_tensors(result))
+            if results or not operands:  # a view, or no device work at all; an assertion on a tensor is neither
+                for t in operands:
+                    self._see(t, facts.name)
+                return
         self._append(func, args, kwargs, fresh, facts.name)
 
     def launch(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> None:
