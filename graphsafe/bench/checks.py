@@ -12,6 +12,7 @@ Requirements
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -45,7 +46,10 @@ class Check:
     problems: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain values; an error that is no finite number is None, which JSON has."""
+        found = asdict(self)
+        found["errors"] = {name: value if math.isfinite(value) else None for name, value in self.errors.items()}
+        return found
 
 
 def bound_of(case: Case, name: str) -> float:

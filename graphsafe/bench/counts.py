@@ -73,7 +73,7 @@ def _profiled(call: Callable[[], Any], runtime: Any) -> Launches:
 
     call()
     runtime.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as record:
         call()
         runtime.synchronize()
     events = record.events() or []

@@ -48,7 +48,8 @@ def environment(runtime: Any, protocol: Protocol, distributions: Iterable[str] =
         "triton": versions.pop("triton"),
         "packages": {name: version for name, version in versions.items() if version is not None},
         "threads": torch.get_num_threads() if runtime.device.type == "cpu" else None,
-        "interpreted": _interpreted(),
+        "interpreted": _served_by(torch.device("cpu"))["build_tables"] == "triton",
+        "served_by": _served_by(runtime.device),
         "cache_flush": "none" if runtime.device.type == "cpu" else "256 MiB written before each sample",
         "protocol": {"samples": protocol.samples, "warm": protocol.warm, "least": protocol.least},
         "note": CPU_NOTE if runtime.device.type == "cpu" else None,
@@ -69,10 +70,12 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _interpreted() -> bool:
+def _served_by(device: torch.device) -> dict[str, str]:
+    """Which implementation of this project serves each operator that has providers: its kernels or its reference."""
     from graphsafe_kernels.backend import implementation
+    from graphsafe_kernels.providers.service import OPERATORS
 
-    return bool(implementation("build_tables", torch.device("cpu")) == "triton")
+    return {operator: str(implementation(operator, device)) for operator in OPERATORS}
 
 
 def _device(runtime: Any) -> str:

@@ -55,6 +55,7 @@ def figures(result: Result) -> dict[str, Any]:
             median(result, "graph-replay", "device"), median(result, "graph-live", "device")
         ),
         "padding_cost_certain": apart(result, "graph-replay", "graph-live", "device"),
+        "padding_cost_busy": _excess(_busy(result, "graph-replay"), _busy(result, "graph-live")),
         "padding_cost_eager": _excess(fixed, live),
         "update_us": median(result, "update", "wall"),
         "update_overhead": _excess(updated, replay),
@@ -63,6 +64,11 @@ def figures(result: Result) -> dict[str, Any]:
         "replays_to_pay": math.ceil(paid / saved) if paid is not None and saved is not None and saved > 0 else None,
         **_memory(result),
     }
+
+
+def _busy(result: Result, arm: str) -> float | None:
+    count = result.get("launches", {}).get(arm)
+    return None if count is None else count["busy_us"]
 
 
 def _memory(result: Result) -> dict[str, Any]:
@@ -188,7 +194,7 @@ def worst_error(result: Result) -> dict[str, Any] | None:
 
     def share(name: str) -> float:
         error, bound = checks["errors"][name], checks["bounds"][name]
-        if error != error:
+        if error is None:  # not finite
             return math.inf
         return error / bound if bound else (math.inf if error else 0.0)
 

@@ -122,12 +122,15 @@ def _add_fixed(
     bucket = workload.case.bucket
     bound = runtime.tables(bucket)
     arena = runtime.arena(bucket)
+    kinds = {name: operand.kind for name, operand in workload.operands.items()} | {"cu_seqlens": "boundaries"}
     for name, t in batch.items():
-        kind = "boundaries" if name == "cu_seqlens" else workload.operands[name].kind
-        arena.like(name, tuple(t.shape), t.dtype, kind, 1 if kind == "tokens" else 0, 0)
+        if kinds[name] != "fixed":  # a parameter is used where it is, as a layer's is
+            arena.like(name, tuple(t.shape), t.dtype, kinds[name], 1 if kinds[name] == "tokens" else 0, 0)
     arena.seal()
-    arena.update(batch)
-    static = {name: arena[name] for name in arena}
+    changing = {name: t for name, t in batch.items() if name in arena}
+    other = {name: t for name, t in workload.batch(1).items() if name in arena}
+    arena.update(changing)
+    static = {**batch, **{name: arena[name] for name in arena}}
     refused = workload.refusal(provider, static, workload.graph_arguments(bound.build(static["cu_seqlens"])))
     if refused is not None:
         arena.close()
@@ -146,16 +149,16 @@ def _add_fixed(
     )
 
     def update() -> None:
-        arena.update(batch)
+        arena.update(changing)
 
     def update_and_replay() -> None:
-        arena.update(batch)
+        arena.update(changing)
         graph.replay()
 
     def verify() -> Any:
-        arena.update(workload.batch(1))
+        arena.update(other)
         verify_replay(runtime, graph, fixed, result)
-        arena.update(batch)
+        arena.update(changing)
         return verify_replay(runtime, graph, fixed, result)
 
     made.arms |= {

@@ -29,8 +29,8 @@ Row = tuple[str, ...]
 
 
 def write_json(report: Mapping[str, Any], path: Path) -> None:
-    """The whole report, keys in a fixed order; not-a-number is written as null's text ``NaN``."""
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    """The whole report, as strict JSON."""
+    path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:
@@ -42,6 +42,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
         f"{environment['protocol']['samples']} samples an arm",
         highlight=False,
     )
+    served = ", ".join(f"{operator} by {kind}" for operator, kind in environment["served_by"].items())
+    console.print(f"this project's operators here: {served}", highlight=False)
     if any(result["status"] != "ok" for result in report["results"]):
         console.print(_lost(report["results"]))
     clocks = ("wall",) if environment["runtime"] == "cpu" else ("wall", "device")
@@ -78,19 +80,16 @@ def _who(results: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], 
 
 def _times(results: Sequence[Mapping[str, Any]], clock: str) -> Table:
     what = {"wall": "wall clock", "device": "device events"}[clock]
-    table = _table(f"Time of a call by {what}, us: median (95th percentile)", ["case"], _headers())
+    headers = [mode.replace("-", " ") for mode in MODES]  # they may wrap between words
+    headers += ["speed-up"] if clock == "wall" else []
+    table = _table(f"Time of a call by {what}, us: median (95th percentile)", ["case"], headers)
     who = _who(results)
     for result in results:
         if result["status"] == "ok":
             cells = [_time_cell(result, mode, clock) for mode in MODES]
-            table.add_row(
-                escape(who(result)), *cells, text.ratio(result["figures"]["speedup"]) if clock == "wall" else ""
-            )
+            cells += [text.ratio(result["figures"]["speedup"])] if clock == "wall" else []
+            table.add_row(escape(who(result)), *cells)
     return table
-
-
-def _headers() -> list[str]:
-    return [*(mode.replace("-", " ") for mode in MODES), "speed-up"]  # names that may wrap between words
 
 
 def _lost(results: Sequence[Mapping[str, Any]]) -> Table:
@@ -114,7 +113,8 @@ SUMMARY_COLUMNS = (
     "case",
     "slots",
     "padding",
-    "update",
+    "by kernels",
+    "update, us",
     "pays after",
     "eager launches",
     "replay launches",
@@ -123,7 +123,7 @@ SUMMARY_COLUMNS = (
     "error / bound",
     "replay",
 )
-_COSTS = 5
+_COSTS = 6
 """How many of the columns the first of the terminal's two tables takes."""
 
 
@@ -139,7 +139,8 @@ def summary_rows(results: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
             who(result),
             f"{use['live_slots']}/{use['slots_held']}",
             text.cost(f["padding_cost_graph"], f["padding_cost_certain"]),
-            f"{text.microseconds(f['update_us'])} us",
+            text.percent(f["padding_cost_busy"]),
+            text.microseconds(f["update_us"]),
             text.count(f["replays_to_pay"]),
             text.count(eager and eager["host"]),
             text.DASH if replay is None else f"{text.count(replay['host'])} ({text.count(replay['device'])})",

@@ -96,30 +96,44 @@ class Bench:
         def stage(text: str) -> None:
             self.progress(number, len(self.cases), case.label, text)
 
-        stage("fp64 reference")
-        workload: Workload = Step(case, self.runtime.device) if case.is_step else workload_of(case, self.runtime.device)
-        oracle = self._oracle(workload)
         prepared: dict[str, Prepared] = {}
         results = {name: _blank(case, name) for name in providers}
         try:
-            for name in providers:
-                stage(f"{name}: warm-up and capture")
-                self._prepare(workload, name, results[name], prepared)
-            for name in list(prepared):
-                stage(f"{name}: checks")
-                self._check(workload, name, oracle, results[name], prepared)
-            arms = {f"{name} {arm}": call for name, p in prepared.items() for arm, call in p.arms.items()}
-            if arms:
-                self._time(arms, results, lambda taken: stage(f"samples: {taken} of {self.protocol.samples}"))
-            for name, made in prepared.items():
-                stage(f"{name}: launches and bytes")
-                self._count(made, results[name])
+            self._measure(case, results, prepared, stage)
+        except Exception as problem:  # a device out of memory, say: rows of the report, and the run goes on
+            for result in results.values():
+                if result["status"] == "ok":
+                    result.update(status="failed", reason=reason_of(problem), times={})
         finally:
             for made in prepared.values():
                 made.close()
         for result in results.values():
             result["figures"] = figures(result)
         return list(results.values())
+
+    def _measure(
+        self,
+        case: Case,
+        results: dict[str, dict[str, Any]],
+        prepared: dict[str, Prepared],
+        stage: Callable[[str], None],
+    ) -> None:
+        stage("fp64 reference")
+        workload: Workload = Step(case, self.runtime.device) if case.is_step else workload_of(case, self.runtime.device)
+        oracle = self._oracle(workload)
+        for name in results:
+            stage(f"{name}: warm-up and capture")
+            self._prepare(workload, name, results[name], prepared)
+        for name in list(prepared):
+            stage(f"{name}: checks")
+            self._check(workload, name, oracle, results[name], prepared)
+        del oracle
+        arms = {f"{name} {arm}": call for name, p in prepared.items() for arm, call in p.arms.items()}
+        if arms:
+            self._time(arms, results, lambda taken: stage(f"samples: {taken} of {self.protocol.samples}"))
+        for name, made in prepared.items():
+            stage(f"{name}: launches and bytes")
+            self._count(made, results[name])
 
     def _oracle(self, workload: Workload) -> Tensors:
         # fp64 exists on CPUs and NVIDIA GPUs; other devices' results are compared on the host
@@ -151,6 +165,7 @@ class Bench:
         except Exception as problem:
             found = Check(problems=[reason_of(problem)])
         result["checks"] = found.as_dict()
+        prepared[name].results.clear()
         if found.problems:
             result.update(status="wrong", reason="; ".join(found.problems))
             prepared.pop(name).close()

@@ -63,6 +63,8 @@ def error_text(found: Mapping[str, Any] | None) -> str:
     """The error that comes closest to its bound: ``1.6e-07 / 1e-04``; a bound of 0 asks for the same bits."""
     if found is None:
         return DASH
+    if found["error"] is None:
+        return "not finite"
     if not found["bound"]:
         return "exact" if not found["error"] else f"{found['error']:.0f} wrong"
     return f"{found['error']:.1e} / {found['bound']:.0e}"

@@ -4,7 +4,7 @@ Requirements
 ------------
 1. The same body runs at the batch's own size and at the bucket's: only its tensors and its tables differ.
 2. Operands are fresh random values of a seeded generator, never zeros; two batches of one case differ in values and in
-   layout, so that leftovers of one cannot pass for results of the other.
+   layout, so that leftovers of one cannot pass for results of the other. Parameters (``fixed``) stay.
 3. The oracle is the PyTorch reference on the same operands in fp64, at the batch's own size, without a graph.
 """
 
@@ -30,7 +30,8 @@ _PUBLIC = {"gdn": "chunk_gated_delta_rule", "kda": "chunk_kda", "conv": "causal_
 
 @dataclass(frozen=True)
 class Operand:
-    """One input. ``kind``: ``tokens`` ``[1, T, *tail]``, ``sequences`` ``[N, *tail]`` or ``fixed`` ``tail``.
+    """One input. ``kind``: ``tokens`` ``[1, T, *tail]``, ``sequences`` ``[N, *tail]``, or ``fixed`` ``tail``: a
+    parameter, the same in every batch.
 
     ``make``: its values from standard normal ones. ``gradient``: whether the backward gives its gradient.
     """
@@ -70,10 +71,12 @@ class Workload(ABC):
     def batch(self, number: int) -> Tensors:
         """The operands and ``cu_seqlens`` of batch ``number`` at its own size."""
         case = self.case
-        generator = torch.Generator(device=self.device).manual_seed(17 + number)
+        changing = torch.Generator(device=self.device).manual_seed(17 + number)
+        lasting = torch.Generator(device=self.device).manual_seed(16)
         made: Tensors = {}
         for name, operand in self.operands.items():
             shape = operand.shape(case.live_tokens, case.live_sequences)
+            generator = lasting if operand.kind == "fixed" else changing
             normal = torch.randn(shape, generator=generator, device=self.device)
             made[name] = operand.make(normal).to(operand.dtype)
         ends = torch.tensor([0, *case.lengths(number)], dtype=torch.int64).cumsum(0)

@@ -150,6 +150,7 @@ def report(**results: Any) -> dict[str, Any]:
         "packages": {"fla-core": "0.6.0"},
         "threads": None,
         "cache_flush": "256 MiB",
+        "served_by": {"chunk_kda": "triton"},
         "providers": {"graphsafe": [], "fla": ["its guard is lifted"]},
         "protocol": {"samples": 40, "warm": 3, "least": 10},
         "note": None,
@@ -166,6 +167,7 @@ def test_the_page_needs_nothing_else_and_quotes_what_was_measured() -> None:
     assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page)
     assert "@import" not in page
     assert "its guard is lifted" in page
+    assert "chunk_kda: triton" in page
 
 
 def test_the_page_shows_plots_with_their_break_even() -> None:

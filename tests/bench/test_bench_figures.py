@@ -30,11 +30,14 @@ def test_figures_by_their_definitions() -> None:
         "eager-off": 101.0,
         "eager-on": 103.0,
     }
-    found = figures(result(times=times, graph=GRAPH, live_bytes=300, peak_bytes={"eager-live": 200}))
+    launches = {"graph-replay": {"busy_us": 30.0}, "graph-live": {"busy_us": 20.0}}
+    one = result(times=times, graph=GRAPH, live_bytes=300, peak_bytes={"eager-live": 200}, launches=launches)
+    found = figures(one)
     want = {
         "speedup": 2.0,
         "padding_cost_graph": 0.25,
         "padding_cost_certain": True,
+        "padding_cost_busy": 0.5,
         "padding_cost_eager": 0.5,
         "update_us": 12.0,
         "update_overhead": 0.25,
@@ -132,7 +135,7 @@ def test_a_wrong_provider_has_no_times_to_win_with() -> None:
 def test_the_error_closest_to_its_bound_is_shown() -> None:
     checks = {"errors": {"o": 4e-3, "dg": 1e-2}, "bounds": {"o": 5e-3, "dg": 2e-2}}
     assert worst_error(result(checks=checks)) == {"name": "o", "error": 4e-3, "bound": 5e-3}
-    nan = {"errors": {"o": 4e-3, "dg": float("nan")}, "bounds": {"o": 5e-3, "dg": 2e-2}}
+    nan = {"errors": {"o": 4e-3, "dg": None}, "bounds": {"o": 5e-3, "dg": 2e-2}}
     found = worst_error(result(checks=nan))
     assert found is not None
     assert found["name"] == "dg"

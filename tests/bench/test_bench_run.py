@@ -144,6 +144,20 @@ def test_a_refusal_and_a_failure_are_rows_and_the_run_goes_on(monkeypatch: pytes
     assert "it has no build_tables" in results[2]["reason"]
 
 
+def test_what_fails_while_timed_is_a_row_without_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = run_module.measure
+
+    def measured(arms: Any, *args: Any, **options: Any) -> Any:
+        if "graphsafe eager-off" in arms:  # the first case alone has this arm
+            raise RuntimeError("out of memory")
+        return real(arms, *args, **options)
+
+    monkeypatch.setattr(run_module, "measure", measured)
+    results = bench(small(), TABLES).run()["results"]
+    assert [(r["status"], r["reason"]) for r in results] == [("failed", "RuntimeError: out of memory"), ("ok", None)]
+    assert results[0]["times"] == {}
+
+
 def test_a_library_that_reads_the_host_keeps_its_eager_times(monkeypatch: pytest.MonkeyPatch) -> None:
     def reading(o: torch.Tensor) -> torch.Tensor:
         return o if float(o.sum()) == float(o.sum()) else o * 0

@@ -156,7 +156,7 @@ def test_reference_never_takes_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     from graphsafe_kernels import backend
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setitem(backend.TRITON, "chunk_kda", "no.such.module")
+    monkeypatch.setattr(backend, "TRITON", {"chunk_kda": "no.such.module"})
     assert torch.equal(by(provider="reference"), by(provider="reference"))
     with pytest.raises(ModuleNotFoundError):
         by(provider="graphsafe")
