@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from typing import Any
 
@@ -59,7 +60,8 @@ def test_every_foreign_provider_is_registered() -> None:
 
 
 @pytest.mark.parametrize("provider", FOREIGN)
-def test_what_is_missing_is_named(provider: str) -> None:
+def test_what_is_missing_is_named(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     missing = get_provider(provider).missing()
     assert missing is not None
     assert "no module" in missing
@@ -67,6 +69,7 @@ def test_what_is_missing_is_named(provider: str) -> None:
 
 
 def test_everything_that_fla_npu_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     assert FlaNpuProvider().missing() == (
         "no module fla_npu; no module torch_npu; no CANN environment (ASCEND_HOME_PATH is not set)"
@@ -196,8 +199,6 @@ def test_fla_is_handed_operands_and_options_alone(operator: str, own: Any, calls
 
 
 def test_fla_imported_with_its_dispatch_on_is_refused(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
-    import importlib.util
-
     for name, module in fla(calls).items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
