@@ -51,6 +51,8 @@ _HOST_READS: dict[Any, str] = {
     _T.__contains__: "the 'in' operator",
     _T.is_nonzero: "is_nonzero()",
 }
+_READS_ARGUMENTS = {torch.tensor_split: "tensor_split", _T.tensor_split: "tensor_split"}
+"""Functions that read a tensor among their later arguments on the host, through no operator."""
 _REPLACES_STORAGE = {_T.data.__set__: "assigning .data"}  # type: ignore[attr-defined]
 _RAW_ADDRESS: dict[Any, str] = {_T.data_ptr: "data_ptr()", _T.__dlpack__: "a DLPack export"}
 
@@ -244,6 +246,8 @@ class _FunctionWatch(TorchFunctionMode):
                 f"{_RAW_ADDRESS[func]} hands out the raw address of {describe(args[0])}",
                 why="Work done through a raw address on a CPU is not an operator, so it cannot be recorded.",
             )
+        if func in _READS_ARGUMENTS and (read := next(argument_tensors((args[1:], kwargs)), None)) is not None:
+            raise self._watch.fail("host-read", f"{_READS_ARGUMENTS[func]} reads {describe(read)} on the host")
         if func in _REPLACES_STORAGE:
             self._watch.storage_replaced(args[0], _REPLACES_STORAGE[func])
         return func(*args, **kwargs)

@@ -24,6 +24,7 @@ from graphsafe._location import caller
 from graphsafe._operators import OperatorFacts
 from graphsafe._storage import StorageRef, key_of
 from graphsafe._watch import Watch, argument_tensors
+from graphsafe.contract import describe
 from graphsafe.errors import error
 
 __all__ = ["Tape"]
@@ -132,7 +133,13 @@ class _Node:
             args, kwargs = _resolve(args, outside), _resolve(kwargs, outside)
         made = self.call(*args, **kwargs)
         for position, target in self.results:
-            target.copy_(made if isinstance(made, torch.Tensor) else made[position])
+            result = made if isinstance(made, torch.Tensor) else made[position]
+            if result.shape != target.shape:
+                raise error(
+                    "data-dependent-shape",
+                    f"{self.name} made {describe(result)} in a replay and {describe(target)} at the capture",
+                )
+            target.copy_(result)
 
 
 class Tape:

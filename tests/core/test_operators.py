@@ -31,7 +31,6 @@ def violations(run):
 
 X = torch.arange(6.0)
 MASK = X > 2
-CUTS = torch.tensor([1, 2])
 
 SHAPES = {
     "nonzero": lambda: X.nonzero(),
@@ -54,7 +53,6 @@ READS = {
     "allclose": lambda: torch.allclose(X, X),
     "is_nonzero": lambda: torch.is_nonzero(X.sum()),
     "one_hot": lambda: torch.nn.functional.one_hot(X.long()),
-    "tensor split": lambda: torch.tensor_split(X, CUTS),
 }
 FREE = {
     "masked_fill": lambda: X.masked_fill(MASK, 3.0),
