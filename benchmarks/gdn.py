@@ -39,17 +39,17 @@ SHAPES = {
 """Name -> tokens, sequences, heads, value heads."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "shipped": {},
-    "parts": {"sum_heads": False},
     "recompute": {"keep_states": False},
     "keep": {"keep_states": True},
     "wide": {"chain_block": 128, "chain_warps": 8, "chain_stages": 3},
     "pointers": {"tiles": False, "chain_stages": 2, "keep_stages": 2, "reverse_stages": 2, "state_stages": 2,
-                 "gradient_stages": 2},
+                 "gradient_stages": 1},
+    "prepare freely": {"prepare_registers": 0},
 }  # fmt: skip
 TOUCHED = {
     "shipped": ("tables", "prepare", "chain", "reverse", "gradients", "finish"),
-    "parts": ("gradients", "finish"),
     "wide": ("chain",),
+    "prepare freely": ("prepare",),
 }
 """The parts that a variant changes; chain and reverse where nothing is said."""
 NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0")
@@ -288,7 +288,7 @@ def main() -> None:
                     steps = parts(case)
                     for part in TOUCHED.get(name, ("chain", "reverse")):
                         note(shape=shape, variant=name, part=part, us=replay_times(steps[part], a.samples))
-                if a.time and name in ("shipped", "parts"):
+                if a.time and name == "shipped":
                     whole(case, chunk_gated_delta_rule, shape, name, a.samples, note)
             except Exception as e:  # a variant that cannot run is a figure too
                 note(shape=shape, variant=name, failed=repr(e)[:300])

@@ -134,6 +134,7 @@ CASES = {
     "dense, odd widths": (dict(lengths=[37, 37], dense=True, key=24, value=20, gate=True), GATED),
     "states v first": (dict(lengths=[18, 3], v_first=True, key=16, value=32), {**NORMED, "state_v_first": True}),
     "a head for a head": (dict(lengths=[17], heads=2, value_heads=2, padding=20), {"scale": -0.3}),
+    "a head for a head, normalised": (dict(lengths=[17], heads=2, value_heads=2, padding=20), NORMED),
     "four value heads": (dict(lengths=[17], value_heads=4), NORMED),
     "chunk 32": (dict(lengths=[40, 9], padding=3), {**NORMED, "chunk_size": 32}),
     "chunk 64": (dict(lengths=[70, 9], padding=30, value_heads=1), {**NORMED, "chunk_size": 64}),
@@ -260,8 +261,8 @@ def test_launches(device, launches):
     forward, backward = ["prepare", "forward_chain"], ["backward_chains", "gradients"]
     for sizes, options, last in (
         ({"heads": 2, "value_heads": 2}, {}, []),
-        ({"value_heads": 2}, NORMED, []),
-        ({"value_heads": 4}, NORMED, ["finish"]),
+        ({"heads": 2, "value_heads": 2}, NORMED, []),
+        ({"value_heads": 2}, NORMED, ["finish"]),
         ({"gate": True}, GATED, ["finish"]),
     ):
         launches.clear()

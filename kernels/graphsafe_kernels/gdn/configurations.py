@@ -42,7 +42,6 @@ class Configuration:
     clear_block: int
     gradient_key_block: int
     gradient_value_block: int
-    sum_heads: bool
     gradient_warps: int
     gradient_stages: int
     finish_rows: int
@@ -83,30 +82,31 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         and problem.chunk_size == 64
     )
     small = wide or key > 128
-    group = problem.value_heads // problem.heads
     chain_block = min(value, 32 if small else 64)
+    # Eight warps where four would spill: wide keys, and matrix units that take their operands from registers or from
+    # tensor memory.
+    warps = 8 if key > 128 or capability == 80 else 4
     programs = problem.sequences * problem.value_heads * -(-problem.value_width // chain_block)
-    crowded = programs > MULTIPROCESSORS
+    # Three stages hide the latency of a lone chain; two let two programs share a multiprocessor.
+    stages = 3 if tiles else 1 if wide else 2
     return Configuration(
         key_block=key,
         chain_block=chain_block,
-        chain_warps=4,
-        # Three stages hide the latency of a lone chain; two let two programs share a multiprocessor.
-        chain_stages=1 if small else 3 if tiles and not crowded else 2,
-        keep_stages=1 if small else 3 if tiles else 2,
+        chain_warps=warps,
+        chain_stages=2 if stages == 3 and programs > MULTIPROCESSORS else stages,
+        keep_stages=stages,
         reverse_block=chain_block,
-        reverse_warps=4,
-        reverse_stages=1 if small else 3 if tiles else 2,
-        state_stages=1 if small else 3 if tiles else 2,
+        reverse_warps=8 if capability >= 100 else warps,
+        reverse_stages=1 if small else stages,
+        state_stages=1 if small else stages,
         prepare_block=min(key, 128 if not wide else 64),
         prepare_warps=4 if problem.chunk_size >= 32 else 2,
         prepare_registers=168 if capability and not wide else 0,
         clear_block=min(value, 128),
         gradient_key_block=min(key, 32),
-        gradient_value_block=min(value, 128),
-        sum_heads=group <= 2,
-        gradient_warps=4,
-        gradient_stages=1 if wide else (3 if tiles else 2),
+        gradient_value_block=min(value, 64 if key > 128 else 128),
+        gradient_warps=8 if capability >= 100 else 4,
+        gradient_stages=(2 if capability >= 100 else 3) if tiles else 1,
         finish_rows=16,
         # The backward's state chain is free where it fits beside the reverse chain; where it would not, the forward
         # keeps its states: about 0.75 KiB a token and value head at K = V = 128 in bf16.

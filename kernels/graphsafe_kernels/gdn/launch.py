@@ -49,11 +49,6 @@ class Problem:
         return self.batch * self.tokens
 
     @property
-    def parts(self) -> bool:
-        """Whether dq and dk come in parts: summed over value heads, or projected for l2norm."""
-        return self.value_heads != self.heads or self.qk_l2norm
-
-    @property
     def chunks(self) -> int:
         """Chunks of a dense sequence."""
         return -(-self.tokens // self.chunk_size)
@@ -137,7 +132,8 @@ def prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, x: O
             prepared.decay, o, *_boundaries(tables), problem.scale, problem.tokens, problem.sequences, problem.chunks,
             **_sizes(problem), BK=c.prepare_block, BV=c.clear_block, PACKED=tables is not None,
             L2NORM=problem.qk_l2norm, **_gates(problem, x.dt_bias),
-            INVERSE="fp16" if c.half_inverse and problem.qk_l2norm else "fp32", PRECISION=c.precision,
+            INVERSE="fp16" if c.half_inverse and problem.qk_l2norm else "fp32", REFINE=problem.beta_scale != 1.0,
+            PRECISION=c.precision,
             num_warps=c.prepare_warps, num_stages=1,
             **({"maxnreg": c.prepare_registers} if c.prepare_registers else {}),
         )  # fmt: skip
@@ -212,27 +208,21 @@ def reverse_chain(problem: Problem, tables: ChunkTables | None, c: Configuration
 def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
               do: torch.Tensor, dstates: torch.Tensor, dw: torch.Tensor
               ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Launch the parallel half; (dq, dk, dg, dbeta, gate_sums), dq and dk in parts unless ``c.sum_heads``. ``dw``
-    becomes dv."""
-    kw, tiles = problem.key_width, c.tiles
+    """Launch the parallel half; (dq, dk, dg, dbeta, gate_sums), dq and dk per value head. ``dw`` becomes dv."""
+    slots, hv, kw = _slots(problem, tables), problem.value_heads, problem.key_width
     block = (c.gradient_value_block, c.gradient_key_block)
-    slots, hv = _slots(problem, tables), problem.value_heads
-    group = hv // problem.heads if c.sum_heads else 1
-    dq_parts, dk_parts = x.q.new_empty(*x.v.shape[:3], kw), x.q.new_empty(*x.v.shape[:3], kw)
-    total = c.sum_heads and problem.parts
-    dq, dk = (torch.empty_like(x.q), torch.empty_like(x.k)) if total else (dq_parts, dk_parts)
+    dq, dk = x.q.new_empty(*x.v.shape[:3], kw), x.q.new_empty(*x.v.shape[:3], kw)
     dg, dbeta = torch.empty_like(x.g), torch.empty_like(x.beta)
     gate_sums = x.q.new_empty(slots, hv, 2, dtype=torch.float32) if problem.gate_in_kernel else None
     if slots:
-        gradients_kernel[(slots * hv // group,)](
+        gradients_kernel[(slots * hv,)](
             x.q, x.k, do, dw, x.g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
-            dstates, prepared.residuals, dq_parts, dk_parts, dq, dk, dg, dbeta, gate_sums,
-            _tile(prepared.states, kw, block, tiles), _tile(dstates, kw, block, tiles), *_boundaries(tables),
-            problem.scale, problem.tokens, problem.sequences, problem.chunks, **_sizes(problem),
-            BK=c.gradient_key_block, BV=c.gradient_value_block, KEY=c.key_block, GROUP=group, SUM=total,
-            PACKED=tables is not None, L2NORM=problem.qk_l2norm, **_gates(problem, x.dt_bias), TILES=tiles,
-            STAGES=c.gradient_stages, PRECISION=c.precision, num_warps=c.gradient_warps,
-            num_stages=c.gradient_stages,
+            dstates, prepared.residuals, dq, dk, dg, dbeta, gate_sums, _tile(prepared.states, kw, block, c.tiles),
+            _tile(dstates, kw, block, c.tiles), *_boundaries(tables), problem.scale, problem.tokens,
+            problem.sequences, problem.chunks, **_sizes(problem), BK=c.gradient_key_block,
+            BV=c.gradient_value_block, KEY=c.key_block, PACKED=tables is not None, L2NORM=problem.qk_l2norm,
+            **_gates(problem, x.dt_bias), TILES=c.tiles, STAGES=c.gradient_stages, PRECISION=c.precision,
+            num_warps=c.gradient_warps, num_stages=c.gradient_stages,
         )  # fmt: skip
     return dq, dk, dg, dbeta, gate_sums
 
@@ -243,7 +233,7 @@ def finish(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Op
     """Launch the last sums, where there are any; (dq, dk, dA_log, ddt_bias)."""
     dA_log = None if x.A_log is None else torch.empty_like(x.A_log)
     ddt_bias = None if x.dt_bias is None else torch.empty_like(x.dt_bias)
-    parts = problem.parts and not c.sum_heads
+    parts = problem.value_heads != problem.heads
     dq, dk = (torch.empty_like(x.q), torch.empty_like(x.k)) if parts else (dq_parts, dk_parts)
     row_programs = triton.cdiv(problem.rows * problem.heads, c.finish_rows) if parts else 0
     programs = 2 * row_programs + problem.value_heads * problem.gate_in_kernel

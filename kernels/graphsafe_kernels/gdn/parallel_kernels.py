@@ -1,4 +1,4 @@
-"""The parallel half of the backward: every gradient but the states', one program per slot and a few value heads.
+"""The parallel half of the backward: every gradient but the states', one program per slot and value head.
 
 With S the state before the chunk, D the gradient of the state behind it, e the residuals, w = b e the written values,
 dw their gradient, G the gate sums (base 2), g_ij = 2^(G_i - G_j), and q^, k^ the normalised q and k:
@@ -21,9 +21,8 @@ Requirements
 2. Nothing is divided by beta.
 3. Rows beyond the sequence's end are masked as they are loaded. A sentinel slot reads no operand and clears its share
    of the padding rows of the gradients.
-4. Where several value heads share a q/k head, or q and k are normalised here, the heads' dq^ and dk^ are parts. They
-   are summed and projected at the end of the program that did all of them (SUM), else by ``finish_kernel``. Orders are
-   fixed: no atomics. Gate parameters get one partial sum per slot and head.
+4. Where several value heads share a q/k head, dq^ and dk^ are parts that ``finish_kernel`` sums and projects; else they
+   are projected here. Orders are fixed: no atomics. Gate parameters get one partial sum per slot and head.
 """
 
 # ruff: noqa: SIM102  (a compile-time condition and a run-time one do not combine in a kernel)
@@ -36,20 +35,17 @@ from graphsafe_kernels.gdn.prepare_kernels import VECTORS
 
 
 @triton.jit
-def clear_gradients(first, end, part, dq, dk, dv, dg, dbeta, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-                    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
-                    SUM: tl.constexpr, L2NORM: tl.constexpr):  # fmt: skip
-    """Write zero to padding rows of GROUP heads' gradients; dq and dk too unless another launch makes them."""
-    for head in tl.static_range(GROUP):
-        hv = part * GROUP + head
-        for column in tl.static_range(0, V, BV):
-            clear_rows(dv + hv * V, first, end, HV * V, column, V, BT, BV)
-        clear_rows(dg + hv, first, end, HV, 0, 1, BT, 1)
-        clear_rows(dbeta + hv, first, end, HV, 0, 1, BT, 1)
-    if SUM or (H == HV and not L2NORM):
+def clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+                    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):  # fmt: skip
+    """Write zero to padding rows of one value head's gradients; dq and dk too where it has them to itself."""
+    for column in tl.static_range(0, V, BV):
+        clear_rows(dv + hv * V, first, end, HV * V, column, V, BT, BV)
+    clear_rows(dg + hv, first, end, HV, 0, 1, BT, 1)
+    clear_rows(dbeta + hv, first, end, HV, 0, 1, BT, 1)
+    if H == HV:
         for column in tl.static_range(0, K, BK):
-            clear_rows(dq + part * K, first, end, H * K, column, K, BT, BK)
-            clear_rows(dk + part * K, first, end, H * K, column, K, BT, BK)
+            clear_rows(dq + hv * K, first, end, H * K, column, K, BT, BK)
+            clear_rows(dk + hv * K, first, end, H * K, column, K, BT, BK)
 
 
 @triton.jit
@@ -70,17 +66,48 @@ def value_scores(x, residuals, row, rows, HV: tl.constexpr, V: tl.constexpr, BT:
 
 
 @triton.jit
-def head_gradients(
-    hv, slot, row, rows, q, k, do, dv, g, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq, dk, dg,
-    dbeta, gate_sums, states_tiles, dstates_tiles, scale,
+def project(x, dx, rows, STRIDE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, KEY: tl.constexpr):
+    """dx of y = r x from that of y, in place: dx <- r (dx - y <y, dx>) with r = (sum x^2 + 1e-6)^-1/2.
+
+    Pointers to the first of BT rows, which are STRIDE apart. 16 rows at a time, to spare registers.
+    """
+    j = tl.arange(0, KEY)
+    for first in tl.range(0, BT, 16, num_stages=1):
+        i = first + tl.arange(0, 16)
+        live = (i < rows)[:, None] & (j < K)[None, :]
+        at = i[:, None] * STRIDE + j[None, :]
+        d = tl.load(dx + at, mask=live, other=0.0).to(tl.float32)
+        y = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+        r = tl.rsqrt(tl.sum(y * y, 1) + 1e-6)
+        y *= r[:, None]
+        d = (d - y * tl.sum(y * d, 1)[:, None]) * r[:, None]
+        tl.store(dx + at, d.to(dx.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
+def gradients_kernel(
+    q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq, dk, dg, dbeta, gate_sums,
+    states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, KEY: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BV: tl.constexpr, KEY: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
+    BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One slot of one value head; dq, dk ``[tokens, HV, K]``."""
+    """One program per slot and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and becomes dv; dq, dk
+    ``[tokens, HV, K]``: the gradients where H is HV, else parts of them; dg, dbeta ``[tokens, HV]`` for the raw inputs;
+    gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE."""
     DT: tl.constexpr = k.dtype.element_ty
     KEEP: tl.constexpr = BV >= V
     KEY_BLOCK: tl.constexpr = min(KEY, 128)
+    pid = tl.program_id(0)
+    slot = pid // HV
+    hv = pid % HV
+    if PACKED:
+        if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
+            first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
+            clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV)
+            return
+    row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
     hq = hv // (HV // H)
     at = slot.to(tl.int64) * HV + hv
     i = tl.arange(0, BT)
@@ -214,70 +241,14 @@ def head_gradients(
     if SIGMOID:
         db *= b * (1.0 - b / FACTOR)
     tl.store(dbeta + token, db.to(dbeta.dtype.element_ty), mask=m)
-
-
-@triton.jit
-def sum_heads(x, parts, dx, rows, STRIDE: tl.constexpr, STRIDE_PARTS: tl.constexpr, K: tl.constexpr,
-              BT: tl.constexpr, KEY: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr):  # fmt: skip
-    """dx = the sum of GROUP heads' parts, and with L2NORM its projection: dx <- r (dx - y <y, dx>) for y = r x.
-
-    Pointers to the first row and head; rows of x and dx are STRIDE apart. 16 rows at a time, to spare registers.
-    """
-    j = tl.arange(0, KEY)
-    for first in tl.range(0, BT, 16, num_stages=1):
-        i = first + tl.arange(0, 16)
-        live = (i < rows)[:, None] & (j < K)[None, :]
-        d = tl.zeros([16, KEY], tl.float32)
-        for head in tl.static_range(GROUP):
-            at = parts + i[:, None] * STRIDE_PARTS + head * K + j[None, :]
-            d += tl.load(at, mask=live, other=0.0).to(tl.float32)
-        if L2NORM:
-            y = tl.load(x + i[:, None] * STRIDE + j[None, :], mask=live, other=0.0).to(tl.float32)
-            r = tl.rsqrt(tl.sum(y * y, 1) + 1e-6)
-            y *= r[:, None]
-            d = (d - y * tl.sum(y * d, 1)[:, None]) * r[:, None]
-        tl.store(dx + i[:, None] * STRIDE + j[None, :], d.to(dx.dtype.element_ty), mask=live)
-
-
-@triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
-def gradients_kernel(
-    q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq_parts, dk_parts,
-    dq, dk, dg, dbeta, gate_sums, states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets,
-    scale, T, N, NT,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, KEY: tl.constexpr, GROUP: tl.constexpr, SUM: tl.constexpr, PACKED: tl.constexpr,
-    L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One program per slot and GROUP value heads of one q/k head, heads fastest. dv ``[tokens, HV, V]`` holds dw and
-    becomes dv; dq_parts, dk_parts ``[tokens, HV, K]``; dg, dbeta ``[tokens, HV]`` for the raw inputs; gate_sums
-    ``[slots, HV, 2]`` fp32 (A_log, dt_bias). With SUM (GROUP is all of a q/k head's value heads) also dq, dk
-    ``[tokens, H, K]``; without it, and with nothing to sum or project, the parts are the gradients."""
-    pid = tl.program_id(0)
-    slot = pid // (HV // GROUP)
-    part = pid % (HV // GROUP)
-    if PACKED:
-        if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
-            first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
-            clear_gradients(first, end, part, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV, GROUP, SUM, L2NORM)
-            return
-    row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
-    for head in tl.range(0, GROUP, num_stages=1):
-        head_gradients(
-            part * GROUP + head, slot, row, rows, q, k, do, dv, g, A_log, dt_bias, scores, vectors, states, dstates,
-            residuals, dq_parts, dk_parts, dg, dbeta, gate_sums, states_tiles, dstates_tiles, scale, H, HV, K, V, BT,
-            BK, BV, KEY, GATE, BIAS, SIGMOID, FACTOR, TILES, STAGES, PRECISION,
-        )  # fmt: skip
-    if SUM:
-        tl.debug_barrier()  # other threads' parts are read below
-        at = row * (HV * K) + part * (GROUP * K)
-        to = row * (H * K) + part * K
-        sum_heads(q + to, dq_parts + at, dq + to, rows, H * K, HV * K, K, BT, KEY, GROUP, L2NORM)
-        sum_heads(k + to, dk_parts + at, dk + to, rows, H * K, HV * K, K, BT, KEY, GROUP, L2NORM)
+    if L2NORM and H == HV:
+        tl.debug_barrier()  # what other threads stored is read
+        project(q + row * (H * K) + hv * K, dq + row * (H * K) + hv * K, rows, H * K, K, BT, KEY)
+        project(k + row * (H * K) + hv * K, dk + row * (H * K) + hv * K, rows, H * K, K, BT, KEY)
     if PACKED:
         first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
         if first < end:
-            clear_gradients(first, end, part, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV, GROUP, SUM, L2NORM)
+            clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV)
 
 
 @triton.jit(do_not_specialize=["T", "N", "slots", "row_programs"])

@@ -50,11 +50,13 @@ def prepare_kernel(
     scale, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    SIGMOID: tl.constexpr, FACTOR: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    SIGMOID: tl.constexpr, FACTOR: tl.constexpr, INVERSE: tl.constexpr, REFINE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per slot and value head, heads fastest. q, k ``[tokens, H, K]``; g, beta ``[tokens, HV]``;
     A_log, dt_bias ``[HV]``; correction, scores ``[slots, HV, BT, BT]``; vectors ``[slots, HV, 7, BT]`` fp32;
-    decay ``[slots, HV]`` fp32; o ``[tokens, HV, V]`` (padding rows are cleared). INVERSE: fp16, fp32."""
+    decay ``[slots, HV]`` fp32; o ``[tokens, HV, V]`` (padding rows are cleared). INVERSE: fp16, fp32.
+    REFINE: beta may pass 1."""
     pid = tl.program_id(0)
     slot = pid // HV
     hv = pid % HV
@@ -119,11 +121,12 @@ def prepare_kernel(
     C = KK * between * rk[:, None] * rk[None, :]
     if INVERSE == "fp16":
         X = correction_tile(C, b, BT, tl.float16, PRECISION)
-        if tl.max(b, 0) > 1.0:
-            # C again, from memory: kept, it would take registers that the rest needs.
-            tl.debug_barrier()
-            C = key_products(k, base, m, tl.load(vec + 4 * BT), tl.load(vec + 5 * BT), K, BT, BK, PRECISION)
-            X = refine_tile(X.to(tl.float16), C, tl.load(vec + BT), BT)
+        if REFINE:
+            if tl.max(b, 0) > 1.0:
+                # C again, from memory: kept, it would take registers that the rest needs.
+                tl.debug_barrier()
+                C = key_products(k, base, m, tl.load(vec + 4 * BT), tl.load(vec + 5 * BT), K, BT, BK, PRECISION)
+                X = refine_tile(X.to(tl.float16), C, tl.load(vec + BT), BT)
     else:
         X = correction_tile(C, b, BT, tl.float32, PRECISION)
     tl.store(correction + tile, X.to(correction.dtype.element_ty))
