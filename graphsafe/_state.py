@@ -29,12 +29,14 @@ class SavedState:
     """Copies of storages from before their first write; :meth:`restore` writes them back.
 
     ``save`` is called with each tensor about to be written, ``leaf`` with each tensor that may get a gradient.
+    ``contents``: save what storages hold; without it (a capture that does not execute) only gradients are put back.
     ``births``: also save storages made inside the run, so that state made by a first step can go back to its initial
     value; otherwise only what existed before is saved.
     """
 
-    def __init__(self, *, births: bool = False) -> None:
+    def __init__(self, *, births: bool = False, contents: bool = True) -> None:
         self.births = births
+        self.contents = contents
         self._saved: dict[int, tuple[StorageRef, torch.Tensor]] = {}
         self._leaves: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = {}
         self._since_prune = 0
@@ -42,7 +44,7 @@ class SavedState:
     def save(self, t: torch.Tensor) -> None:
         """Save the storage of ``t`` unless it is saved already."""
         key = key_of(t)
-        if key in self._saved:
+        if not self.contents or key in self._saved:
             return
         ref = StorageRef(t)
         content = ref.bytes()

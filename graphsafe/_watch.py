@@ -80,7 +80,7 @@ class Watch:
         device: torch.device,
         *,
         check: bool,
-        saved: SavedState | None,
+        saved: SavedState,
         recorder: Recorder | None = None,
         generators: Sequence[torch.Generator] = (),
         raw_addresses: bool = True,
@@ -98,14 +98,22 @@ class Watch:
         self.outside: dict[int, tuple[weakref.ref[torch.Tensor], Location | None, str]] = {}
         self.operators = 0
         self.other_threads_drew = False
+        self._thread = threading.get_ident()
         self._states = self._generator_states()
 
     def fail(self, rule: str, what: str, **details: Any) -> GraphSafeError:
         """The error of a rule, remembered in case the body swallows it."""
-        raised = error(rule, what, **details)
+        raised = error(rule, what, **{"where": self.where(), **details})
         if self.broken is None:
             self.broken = raised
         return raised
+
+    def where(self) -> Location | None:
+        """The caller's line; on a thread of autograd, the line of the capturing thread that started the backward."""
+        found = caller()
+        if found is None and threading.get_ident() != self._thread:
+            found = caller(sys._current_frames().get(self._thread))
+        return found
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Watch]:
@@ -126,10 +134,9 @@ class Watch:
         for t in written(facts, args, kwargs):
             self.about_to_write(t)
         for t in argument_tensors((args, kwargs)):
-            if self.saved is not None:
-                self.saved.leaf(t)
+            self.saved.leaf(t)
             if self.check and (key := key_of(t)) not in self.born and key not in self.outside:
-                self.outside[key] = (weakref.ref(t), caller(), facts.name)
+                self.outside[key] = (weakref.ref(t), self.where(), facts.name)
 
     def about_to_write(self, t: torch.Tensor) -> None:
         """A storage is about to be written in place."""
@@ -139,7 +146,7 @@ class Watch:
                 "input-written",
                 f"the body writes its input {self.copied_inputs[key]!r} in place",
             )
-        if self.saved is not None and (self.saved.births or key not in self.born):
+        if self.saved.births or key not in self.born:
             self.saved.save(t)
 
     def after(
@@ -155,7 +162,7 @@ class Watch:
                 continue
             key = key_of(t)
             if key not in known and not (key in self.born and self.born[key][0].alive()):
-                self.born[key] = (StorageRef(t), caller() if self.check else None, f"{facts.name} {describe(t)}")
+                self.born[key] = (StorageRef(t), self.where() if self.check else None, f"{facts.name} {describe(t)}")
         if self.recorder is not None:
             self.recorder.record(func, facts, args, kwargs, result)
 
@@ -168,9 +175,11 @@ class Watch:
         if facts.random and generator is not None and not any(_same_generator(generator, g) for g in self.generators):
             raise self.fail("unregistered-generator", f"{facts.name} draws from a generator the runtime does not know")
         target = kwargs.get("device")
-        if target is not None and torch.device(target).type != self.device.type:
+        operands = list(_all_tensors((args, kwargs)))
+        # a factory on another device is host work of no consequence, until something captured uses its result
+        if target is not None and operands and torch.device(target).type != self.device.type:
             raise self.fail("other-device", f"{facts.name} works on {target} while {self.device} is captured")
-        for t in _all_tensors((args, kwargs)):
+        for t in operands:
             if not _plain(t):
                 raise self._not_plain(t)
             if t.device.type != self.device.type:
@@ -180,7 +189,9 @@ class Watch:
 
     def _generator_states(self) -> list[torch.Tensor]:
         """Present states of the generators, where a capture executes; a device refuses to tell while it captures."""
-        return [g.get_state() for g in self.generators] if self.check and self.saved is not None else []
+        if not self.check or not self.saved.contents:
+            return []
+        return [g.get_state() for g in self.generators]
 
     def generators_untouched(self) -> None:
         """Refuse a state that changed between two operators: methods of a generator can be seen in no other way."""

@@ -118,9 +118,8 @@ class Capture:
             self._stack.append(generators.restore)
             self._generators = generators
             self._host_random = host_random_state()
-            self._saved = SavedState() if self._runtime.capture_executes else None
-            if self._saved is not None:
-                self._stack.append(self._saved.restore)
+            self._saved = SavedState(contents=self._runtime.capture_executes)
+            self._stack.append(self._saved.restore)
             self.graph = self._runtime._begin(self._pool)
             self.watch = Watch(
                 self._runtime.device,

@@ -3,7 +3,8 @@
 Requirements
 ------------
 1. ``launches`` counts the kernels, copies and fills that one replay runs, from the graph itself.
-2. A replay is refused once a tensor that the graph reads from outside has died; checking costs nothing while all live.
+2. A replay is refused once a tensor that the graph reads from outside has died or moved; while all live where they
+   were, checking costs one address comparison each.
 3. ``poison`` fills the graph's pool with NaN, so that leftovers cannot pass for results. Graphs that share the pool
    lose what they hold there until their next replay.
 """
@@ -11,11 +12,12 @@ Requirements
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from graphsafe._location import Location
+from graphsafe._one_capture import one_capture
 from graphsafe._storage import StorageRef
 from graphsafe._watch import Watch
 from graphsafe.base import BaseGraph
@@ -26,7 +28,15 @@ from graphsafe_cuda.driver import fill_bytes, node_kinds
 if TYPE_CHECKING:
     from graphsafe_cuda.runtime import CudaRuntime
 
-__all__ = ["CudaGraph"]
+__all__ = ["CudaGraph", "forget_buried"]
+
+_buried: list[Any] = []
+"""torch graphs whose owner died inside a capture; they are dropped after it."""
+
+
+def forget_buried() -> None:
+    """Drop the graphs that died inside a capture; called once none is running on the device."""
+    _buried.clear()
 
 
 class _Outside:
@@ -37,14 +47,19 @@ class _Outside:
         self.shape = tuple(t.shape)
         self.where = where
         self.name = name
-        self._owner = weakref.ref(t, lambda _: suspects.append(self))
+        self.owner = weakref.ref(t, lambda _: suspects.append(self))
+        self.address = t.data_ptr()
 
     def check(self) -> None:
         what = f"a tensor of shape {list(self.shape)} that the graph reads in {self.name}"
         if not self.ref.alive():
             raise error("input-died", f"{what} has died; it was first used at {self.where}")
         if not self.ref.unchanged():
-            raise error("storage-replaced", f"{what} had its storage exchanged; it was first used at {self.where}")
+            self.refuse_moved()
+
+    def refuse_moved(self) -> NoReturn:
+        what = f"a tensor of shape {list(self.shape)} that the graph reads in {self.name}"
+        raise error("storage-replaced", f"{what} now has another storage; it was first used at {self.where}")
 
 
 class CudaGraph(BaseGraph):
@@ -93,10 +108,17 @@ class CudaGraph(BaseGraph):
     def replay(self) -> None:
         """Launch the graph on the current stream; one host call."""
         self._ready()
-        if self._suspects:
-            for suspect in self._suspects:
-                suspect.check()
+        self._check_outside()
         self.raw.replay()
+
+    def _check_outside(self) -> None:
+        """What the graph reads from outside must live where it was; a tensor moved by .data or set_ has moved."""
+        for suspect in self._suspects:
+            suspect.check()
+        for outside in self._outside.values():
+            owner = outside.owner()
+            if owner is not None and owner.data_ptr() != outside.address:
+                outside.refuse_moved()
 
     def poison(self) -> None:
         """Fill the pool with NaN."""
@@ -111,6 +133,12 @@ class CudaGraph(BaseGraph):
         if self.raw is not None:
             self.raw.reset()
             self.raw = None
+
+    def __del__(self) -> None:
+        # a graph whose last name is rebound by "with runtime.capture() as graph" dies inside that capture, which the
+        # driver would not survive
+        if self.raw is not None and one_capture.running:
+            _buried.append(self.raw)
 
     def close(self) -> None:
         if self.state == "captured":

@@ -28,7 +28,7 @@ from graphsafe.metadata import MetadataBuilder
 from graphsafe.runtime import MemoryFigures
 from graphsafe_cuda import compat
 from graphsafe_cuda.explain import explanation_of
-from graphsafe_cuda.graph import CudaGraph
+from graphsafe_cuda.graph import CudaGraph, forget_buried
 
 __all__ = ["CudaRuntime"]
 
@@ -106,6 +106,7 @@ class CudaRuntime(BaseRuntime):
         assert self._open is not None
         self._open.end()
         self._open = None
+        forget_buried()
         graph.finish()
 
     def _captured(self, graph: CudaGraph, watch: Watch) -> None:
@@ -115,6 +116,7 @@ class CudaRuntime(BaseRuntime):
         if self._open is not None:
             self._open.abort()
             self._open = None
+        forget_buried()
         graph.discard()
         torch.cuda.empty_cache()
 

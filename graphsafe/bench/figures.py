@@ -51,9 +51,7 @@ def figures(result: Result) -> dict[str, Any]:
     paid = None if graph is None else (graph["warm_up_s"] + graph["capture_s"]) * 1e6
     return {
         "speedup": None if live is None or not updated else live / updated,
-        "padding_cost_graph": _excess(
-            median(result, "graph-replay", "device"), median(result, "graph-live", "device")
-        ),
+        "padding_cost_graph": _excess(median(result, "graph-replay", "device"), median(result, "graph-live", "device")),
         "padding_cost_certain": apart(result, "graph-replay", "graph-live", "device"),
         "padding_cost_busy": _excess(_busy(result, "graph-replay"), _busy(result, "graph-live")),
         "padding_cost_eager": _excess(fixed, live),

@@ -144,9 +144,7 @@ def _add_fixed(
     warm_up_s = timed_once(runtime, lambda: runtime.warm_up(fixed))
     graph, result, capture_s = _captured(runtime, fixed)
     made.closers += [arena.close, graph.close]
-    made.facts = GraphFacts(
-        warm_up_s, capture_s, graph.launches, arena.bytes, arena.price().bytes, graph.pool_bytes
-    )
+    made.facts = GraphFacts(warm_up_s, capture_s, graph.launches, arena.bytes, arena.price().bytes, graph.pool_bytes)
 
     def update() -> None:
         arena.update(changing)

@@ -14,6 +14,7 @@ from graphsafe.testing.suite.checks import Worker, captured, data, refused, same
 __all__ = ["RulesSuite"]
 
 _KEPT: list[torch.Tensor] = []
+_UNKNOWN: list[torch.Generator] = []
 
 
 class _Reads(torch.autograd.Function):
@@ -40,14 +41,14 @@ _BROKEN: dict[str, tuple[str, Callable[[torch.Tensor, torch.Tensor], Any]]] = {
     "unique": ("data-dependent-shape", lambda x, w: x.unique()),
     "repeats": ("data-dependent-shape", lambda x, w: x.repeat_interleave(torch.ones_like(x).long())),
     "host data": ("host-data", lambda x, w: x + torch.tensor([1.0] * 8)),
-    "a generator": ("unregistered-generator", lambda x, w: x.clone().normal_(generator=torch.Generator(x.device))),
+    "a generator": ("unregistered-generator", lambda x, w: x.clone().normal_(generator=_UNKNOWN[0])),
     "a seed": ("rng-state", lambda x, w: torch.manual_seed(1)),
     "a generator's state": ("rng-state", lambda x, w: torch.get_rng_state()),
     "random": ("host-randomness", lambda x, w: x * random.random()),
     "another device": ("other-device", lambda x, w: x.to("meta")),
     "an escape": ("tensor-escapes", lambda x, w: _KEPT.append(x * 2)),
     "a new gradient": ("tensor-escapes", lambda x, w: (w * x).sum().backward()),
-    "a sparse tensor": ("not-capturable", lambda x, w: x.to_sparse()),
+    "a sparse tensor": ("not-capturable or host-read", lambda x, w: x.to_sparse()),
     "a new storage": ("storage-replaced", lambda x, w: setattr(x, "data", w.detach() * 2)),
     "a new shape": ("storage-replaced", lambda x, w: x.unsqueeze_(0)),
 }
@@ -77,6 +78,7 @@ class RulesSuite:
     def test_a_broken_rule_is_named_with_its_line(self, runtime: Any, name: str) -> None:
         rule, breaking = _BROKEN[name]
         x, w = data(runtime, 8), torch.nn.Parameter(data(runtime, 8, seed=1))
+        _UNKNOWN[:] = [torch.Generator(runtime.device)]
 
         def capture() -> None:
             with runtime.capture():
