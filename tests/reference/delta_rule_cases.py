@@ -14,6 +14,10 @@ from hypothesis import strategies as st
 CHUNK = {"gdn": chunk_gated_delta_rule, "kda": chunk_kda}
 RECURRENT = {"gdn": fused_recurrent_gated_delta_rule, "kda": fused_recurrent_kda}
 CHUNK_SIZES = {"gdn": (16, 32, 64), "kda": (32, 64)}
+GATES = {
+    "given": {},
+    "in kernel": {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True},
+}
 TOKEN_OPERANDS = ("q", "k", "v", "g", "beta")
 RULES = ("gdn", "kda")
 
@@ -45,8 +49,10 @@ class Case:
     def sequences(self) -> int:
         return self.batch if self.lengths is None else len(self.lengths)
 
-    def with_options(self, **options: Any) -> Case:
-        return replace(self, options={**self.options, **options})
+def packed_case(rule: str, options=None, lengths=(0, 40, 0, 70, 3, 0), **sizes) -> Case:
+    """A packed case with empty sequences in front, between and behind, and heads that are shared."""
+    sizes = {"heads": 2, "group": 2, "key": 9, "value": 7, "gate": "usual", "seed": 13, **sizes}
+    return Case(rule, lengths=lengths, options=dict(options or {}), **sizes)
 
 
 def boundaries(lengths, dtype=torch.int64):
@@ -111,7 +117,7 @@ def output_gradients(case: Case, dtype=torch.float64) -> tuple[torch.Tensor, tor
 
 def run(operator, tensors, do, dht, **options) -> dict[str, torch.Tensor]:
     """Outputs ``o``, ``final_state`` and the gradient ``d<name>`` of every operand."""
-    leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
+    leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
     o, final = operator(**leaves, output_final_state=True, **options)
     # without a token and without an initial state the recurrence's final state is a constant
     outputs, incoming = zip(*((y, dy) for y, dy in ((o, do), (final, dht)) if y.requires_grad), strict=True)
@@ -146,6 +152,20 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], to
 def assert_same_bits(got: torch.Tensor, want: torch.Tensor, name: str = "") -> None:
     """Equal element by element; NaN fails."""
     assert torch.equal(got, want), f"{name} differs by {(got.double() - want.double()).abs().max().item()}"
+
+
+def assert_same_live(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], case: Case) -> None:
+    """Live rows, sequences and parameters have the bits of ``want``; the rows behind are zero."""
+    for name, w in want.items():
+        rows = name == "o" or name.removeprefix("d") in TOKEN_OPERANDS
+        count = case.rows if rows else case.sequences
+        if name in ("dA_log", "ddt_bias"):
+            assert_same_bits(got[name], w, name)
+        elif rows:
+            assert_same_bits(got[name][:, :count], w, name)
+            assert not got[name][:, count:].any(), f"{name} is not zero behind the live rows"
+        else:
+            assert_same_bits(got[name][:count], w, name)
 
 
 def appended(t: torch.Tensor, rows: int, value: float) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The recurrence and its adjoint, formula by formula, without autograd: what the recurrent reference is compared with.
 
-Source: ``mathematics.md`` section 1. Given gates only; one sequence and one value head at a time.
+Given gates only; one sequence and one value head at a time.
 """
 
 from __future__ import annotations

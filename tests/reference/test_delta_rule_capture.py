@@ -6,16 +6,23 @@ import random
 
 import pytest
 import torch
-from delta_rule_cases import CHUNK, RULES, TOKEN_OPERANDS, Case, assert_close, boundaries, make, output_gradients, run
+from delta_rule_cases import (
+    CHUNK,
+    GATES,
+    RULES,
+    TOKEN_OPERANDS,
+    Case,
+    assert_close,
+    boundaries,
+    make,
+    output_gradients,
+    run,
+)
 
 import graphsafe as gs
 
 NAN = float("nan")
 BUCKET = gs.Bucket(tokens=160, sequences=5, chunk_size=32)
-GATES = {
-    "given": {},
-    "in kernel": {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True},
-}
 
 
 def layouts(count: int, seed: int):

@@ -96,3 +96,15 @@ def test_safe_gate_and_disable_recompute_change_no_bit():
     for options in ({"safe_gate": True}, {"disable_recompute": True}):
         got = run_case(case, chunk_kda, tensors, **options)
         assert all(torch.equal(got[n], want[n]) for n in want), options
+
+
+def test_disable_recompute_spares_the_backward_a_forward():
+    case = Case(RULE, batch=1, tokens=40, seed=8)
+    tensors = {n: t.requires_grad_() for n, t in make(case).items()}
+    counts = []
+    for disable_recompute in (False, True):
+        o, _ = chunk_kda(**tensors, disable_recompute=disable_recompute)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            torch.autograd.grad(o.sum(), list(tensors.values()))
+        counts.append(sum(e.count for e in profile.key_averages() if e.key == "aten::linalg_solve_triangular"))
+    assert counts == [2, 1]

@@ -65,8 +65,7 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gated delta rule over whole sequences, in chunks; differentiable once.
 
-    For each token, per value head: ``S = exp(g) S; S += beta k (v - S^T k)^T; o = scale S^T q`` (``mathematics.md``
-    section 1).
+    For each token, per value head: ``S = exp(g) S; S += beta k (v - S^T k)^T; o = scale S^T q``.
 
     Args:
         q, k: ``[B, T, H, K]``, K up to 256, fp16, bf16, fp32 or fp64.

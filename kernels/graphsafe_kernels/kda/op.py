@@ -65,8 +65,7 @@ def chunk_kda(
 ) -> tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Kimi delta attention over whole sequences, in chunks; differentiable once.
 
-    For each token, per value head: ``S = Diag(exp(g)) S; S += beta k (v - S^T k)^T; o = scale S^T q``
-    (``mathematics.md`` section 1).
+    For each token, per value head: ``S = Diag(exp(g)) S; S += beta k (v - S^T k)^T; o = scale S^T q``.
 
     Args:
         q, k: ``[B, T, H, K]``, K up to 256, fp16, bf16, fp32 or fp64.
@@ -185,9 +184,9 @@ def fused_kda_gate(
 ) -> torch.Tensor:
     """The gate of Kimi delta attention by itself; differentiable once.
 
-    ``-exp(A_log) softplus(g + dt_bias)``, or with ``lower_bound`` = lb ``lb sigmoid(exp(A_log) (g + dt_bias))``
-    (``mathematics.md`` section 2). Shapes: ``g`` ``[..., HV, K]``, ``A_log`` ``[HV]`` (omitted: a unit scale),
-    ``dt_bias`` ``[HV * K]``. The result is like ``g``, in ``output_dtype``. Raises ArgumentError (GS108).
+    ``-exp(A_log) softplus(g + dt_bias)``, or with ``lower_bound`` = lb ``lb sigmoid(exp(A_log) (g + dt_bias))``.
+    Shapes: ``g`` ``[..., HV, K]``, ``A_log`` ``[HV]`` (omitted: a unit scale), ``dt_bias`` ``[HV * K]``. The result is
+    like ``g``, in ``output_dtype``. Raises ArgumentError (GS108).
     """
     check_tensor("g", g, dtypes=OPERAND_DTYPES)
     if g.dim() < 2:

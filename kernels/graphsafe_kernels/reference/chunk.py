@@ -2,14 +2,21 @@
 
 Requirements
 ------------
-1. ``mathematics.md`` section 1, chunk form, with its exact first derivative. A delta rule supplies its decays by a
-   :class:`Decays`: scalar per head (GDN) or one per key channel (KDA).
+1. The chunk form below, with its exact first derivative. A delta rule supplies its decays by a :class:`Decays`: scalar
+   per head (GDN) or one per key channel (KDA).
 2. One path for every call: dense or packed, eager or inside a graph. No Python loop over tokens or sequences; the
    state chain alone walks the slots, two operators a step.
 3. What padding rows hold, in operands and in incoming gradients, changes nothing; their outputs and gradients are
    exactly zero; parameter gradients sum live rows alone, slot by slot, then over slots in an order that further slots
    do not change.
 4. Arithmetic is fp32, fp64 for fp64 operands.
+
+With G the inclusive sum of the log gate inside a slot, and S the state that enters it::
+
+    A_ij  = beta_i <k_i, exp(G_i - G_j) k_j>           for i > j, else 0
+    [u w] = (I + A)^-1 [beta v, beta exp(G) k]
+    o     = scale ((exp(G) q) S + <q_i, exp(G_i - G_j) k_j>_{i >= j} (u - w S))
+    S'    = decay S + (exp(G_last - G) k)^T (u - w S)      decay = exp(G_last)
 
 The state chain is written with one ``[K, K]`` transfer per slot: with ``S' = P S + U``,
 ``P = diag(decay) - kd^T w`` and ``U = kd^T u``, a step is a single multiplication, forward and backward.

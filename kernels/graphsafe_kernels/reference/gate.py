@@ -48,7 +48,7 @@ def softplus(x: torch.Tensor) -> torch.Tensor:
 
 
 def gate_forward(x: torch.Tensor, gate: Gate) -> torch.Tensor:
-    """The gate g of its input x, of one shape and dtype; source: ``mathematics.md`` section 2."""
+    """The gate g of its input x, of one shape and dtype."""
     z = x if gate.bias is None else x + gate.bias
     factor = gate.factor()
     if gate.lower_bound is not None:

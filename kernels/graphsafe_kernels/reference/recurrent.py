@@ -2,7 +2,12 @@
 
 Requirements
 ------------
-1. The recurrence of ``mathematics.md`` section 1 as it stands there, differentiated by autograd, in fp32 or fp64.
+1. The recurrence as it is defined, differentiated by autograd, in fp32 or fp64. For each token of a sequence::
+
+       P = decay S                     GDN: one decay per head; KDA: one per key channel
+       S = P + beta k (v - P^T k)^T    the error is taken against the decayed state
+       o = scale S^T q
+
 2. Dense and packed batches, sequences of any length from zero up, anywhere. Padding rows are never loaded, and their
    outputs and gradients are zero.
 3. Eager only: the longest sequence of a packed batch is read on the host, once a call.
