@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import graphsafe
+from graphsafe.cli.bench import bench
 from graphsafe.cli.demo import demo
 from graphsafe.cli.price import price
 
@@ -20,6 +21,7 @@ app = typer.Typer(
     help="Capture device work once, replay it for any batch that fits.",
 )
 app.command()(demo)
+app.command()(bench)
 app.command()(price)
 
 
