@@ -1,37 +1,56 @@
-"""Where the kernel tests run: ``GRAPHSAFE_DEVICE`` is ``cpu`` (the default: Triton's interpreter) or ``cuda``.
+"""Where the kernel tests run: on the device under test, ``cpu`` (the default: Triton's interpreter) or ``cuda``.
 
-The same tests run on both, at sizes that suit each. An unknown or absent device fails; it never skips.
+The same tests run on both, at sizes that suit each. An unknown or absent device fails; it never skips. Triton decides
+where a kernel is decorated whether it is interpreted, so one session tests kernels on one device; the environment says
+"interpret" while these tests are collected and run, and not while others do.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-DEVICE = os.environ.get("GRAPHSAFE_DEVICE", "cpu")
+from graphsafe.testing.plugin import devices
 
-if DEVICE == "cpu":
-    # Triton reads this where a kernel is decorated, so it has to be set before any kernel is imported.
-    os.environ["TRITON_INTERPRET"] = "1"
+_ENVIRONMENT = pytest.MonkeyPatch()
 
-import torch  # noqa: E402
-from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
+
+def _interprets(config: pytest.Config) -> bool:
+    return "cuda" not in devices(config)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if _interprets(config):
+        _ENVIRONMENT.setenv("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    _ENVIRONMENT.undo()
+
+
+@pytest.fixture(autouse=True)
+def _interpret(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    if _interprets(pytestconfig):
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")
-def device() -> torch.device:
+def device(pytestconfig: pytest.Config) -> torch.device:
     """The device under test."""
-    if DEVICE not in ("cpu", "cuda"):
-        pytest.fail(f"GRAPHSAFE_DEVICE={DEVICE!r}: cpu or cuda is needed")
-    if DEVICE == "cuda":
-        assert torch.cuda.is_available(), "GRAPHSAFE_DEVICE=cuda, but there is no CUDA device"
+    names = devices(pytestconfig)
+    if names not in (["cpu"], ["cuda"]):
+        pytest.fail(f"kernels are tested on cpu or on cuda, one in a session; the devices are {', '.join(names)}")
+    if names == ["cuda"]:
+        assert torch.cuda.is_available(), "there is no CUDA device"
         return torch.device("cuda", torch.cuda.current_device())
-    from graphsafe_kernels import _interpreter
-    from graphsafe_kernels.tables.kernels import chunk_tables_kernel
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRITON_INTERPRET", "1")
+        from graphsafe_kernels import _interpreter
+        from graphsafe_kernels.tables.kernels import chunk_tables_kernel
 
     assert _interpreter.interpreted(chunk_tables_kernel), "kernels were imported before TRITON_INTERPRET was set"
     return torch.device("cpu")
@@ -102,7 +121,3 @@ class Replayable:
 def capture(device: torch.device) -> Callable[[Callable[[], Any]], Replayable]:
     """Warm up and capture a body: ``capture(body).replay()``."""
     return lambda body: Replayable(device, body)
-
-
-def pytest_report_header() -> str:
-    return f"kernels on: {DEVICE} (python {sys.version_info.major}.{sys.version_info.minor})"
