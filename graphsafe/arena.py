@@ -15,7 +15,7 @@ Requirements
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, runtime_checkable
@@ -84,6 +84,7 @@ class Arena:
         self.sealed = False
         self.closed = False
         self._slots: dict[str, Slot] = {}
+        self._names: dict[int, str] = {}
 
     # Allocation.
 
@@ -137,6 +138,7 @@ class Arena:
                 tensor = torch.empty(shape, dtype=dtype, device=self.device)
             tensor.fill_(pad)
         self._slots[name] = Slot(name, tensor, kind, dim, pad, caller(), guarded)
+        self._names[key_of(tensor)] = name
         return tensor
 
     # Use.
@@ -162,17 +164,25 @@ class Arena:
         for slot, value in pairs:
             self._check(slot, value)
         with torch.no_grad():
-            for slot, value in pairs:
-                self._write(slot, value)
+            self._write(pairs)
 
     def _check(self, slot: Slot, value: torch.Tensor) -> None:
-        if slot.kind == "fixed" or not isinstance(value, torch.Tensor) or value.dim() != slot.tensor.dim():
-            check_tensor(
-                slot.name, value, shape=tuple(slot.tensor.shape), dtypes=(slot.tensor.dtype,), rule="structure"
-            )
-            return
+        full, d = slot.tensor.shape, slot.dim
+        if isinstance(value, torch.Tensor) and value.dtype == slot.tensor.dtype:
+            shape = value.shape
+            if shape == full:
+                return
+            alike = len(shape) == len(full) and shape[:d] == full[:d] and shape[d + 1 :] == full[d + 1 :]
+            least = {"fixed": full[d] if full else 0, "boundaries": 2}.get(slot.kind, 0)
+            if alike and least <= shape[d] <= full[d]:
+                return
+        self._refuse(slot, value)
+
+    def _refuse(self, slot: Slot, value: torch.Tensor) -> None:
+        """The error for a value that does not fit."""
         want: list[int | None] = list(slot.tensor.shape)
-        want[slot.dim] = None
+        if slot.kind != "fixed":
+            want[slot.dim] = None
         check_tensor(slot.name, value, shape=tuple(want), dtypes=(slot.tensor.dtype,), rule="structure")
         have, room = value.shape[slot.dim], slot.tensor.shape[slot.dim]
         if have > room:
@@ -180,22 +190,39 @@ class Arena:
         if slot.kind == "boundaries" and have < 2:
             raise error("structure", f"{slot.name} is {describe(value)}; at least two entries are needed")
 
-    def _write(self, slot: Slot, value: torch.Tensor) -> None:
-        have = value.shape[slot.dim] if value.dim() else 0
-        if slot.kind == "fixed":
-            slot.tensor.copy_(value)
-            return
-        slot.tensor.narrow(slot.dim, 0, have).copy_(value)
-        if slot.kind == "boundaries":
-            slot.tensor[have:].copy_(value[-1:].expand(slot.tensor.shape[0] - have))
-            return
-        if slot.tensor.shape[slot.dim] > have:
-            slot.tensor.narrow(slot.dim, have, slot.tensor.shape[slot.dim] - have).fill_(slot.pad)
+    def _write(self, pairs: Sequence[tuple[Slot, torch.Tensor]]) -> None:
+        """All copies of one dtype in one launch where the device can, and one launch for all tails of zeros."""
+        copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        zeros: list[torch.Tensor] = []
+        for slot, value in pairs:
+            target, d = slot.tensor, slot.dim
+            if self.holds(value) is not None:
+                value = value.clone()  # all copies at once: none may read what another writes
+            targets, sources = copies.setdefault(target.dtype, ([], []))
+            sources.append(value)
+            if slot.kind == "fixed":
+                targets.append(target)
+                continue
+            have, room = value.shape[d], target.shape[d]
+            targets.append(target.narrow(d, 0, have))
+            if have == room:
+                continue
+            tail = target.narrow(d, have, room - have)
+            if slot.kind == "boundaries":
+                targets.append(tail)
+                sources.append(value[-1:].expand(room - have))
+            elif slot.pad == 0:
+                zeros.append(tail)
+            else:
+                tail.fill_(slot.pad)
+        for targets, sources in copies.values():
+            torch._foreach_copy_(targets, sources)
+        if zeros:
+            torch._foreach_zero_(zeros)
 
     def holds(self, t: torch.Tensor) -> str | None:
         """The name under which this arena owns the storage of ``t``, or None."""
-        key = key_of(t)
-        return next((s.name for s in self._slots.values() if key_of(s.tensor) == key), None)
+        return self._names.get(key_of(t))
 
     # Life.
 
@@ -229,6 +256,7 @@ class Arena:
         """Give the memory back. Closing twice is harmless."""
         self.closed = True
         self._slots.clear()
+        self._names.clear()
 
     def __enter__(self) -> Self:
         return self
