@@ -38,6 +38,7 @@ def forward_step(
     """One chunk of the forward chain; returns the next state. TILES: tiles by descriptors; not WHOLE: token rows by
     masked loads all the same, because the chunk's block loads would take along another sequence's rows."""
     DT: tl.constexpr = k.dtype.element_ty
+    ROWS: tl.constexpr = (V + BV - 1) // BV * BV
     hq = hv // (HV // H)
     i = tl.arange(0, BT)
     iv = i_v * BV + tl.arange(0, BV)
@@ -66,11 +67,10 @@ def forward_step(
     Sb = S.to(DT)
     if SAVE:
         if TILES:
-            states_tiles.store([(slot * HV + hv) * V + i_v * BV, 0], Sb)
+            states_tiles.store([(slot * HV + hv) * ROWS + i_v * BV, 0], Sb)
         else:
             ik = tl.arange(0, BK)
-            mask = (iv < V)[:, None] & (ik < K)[None, :]
-            tl.store(states + at * (K * V) + iv[:, None] * K + ik[None, :], Sb, mask=mask)
+            tl.store(states + at * (ROWS * BK) + iv[:, None] * BK + ik[None, :], Sb)
     x = tl.trans(vt).to(tl.float32) - tl.dot(Sb, tl.trans(kt), input_precision=PRECISION) * tl.load(vec)[None, :]
     b = tl.load(vec + BT)[None, :]
     e = tl.dot((x * b).to(DT), tl.trans(nt), x, input_precision=PRECISION)
@@ -134,6 +134,7 @@ def reverse_step(
     """One chunk of the reverse chain; stores D and dw, returns the gradient of the chunk's first state. TILES and WHOLE
     as in :func:`forward_step`."""
     DT: tl.constexpr = k.dtype.element_ty
+    ROWS: tl.constexpr = (V + BV - 1) // BV * BV
     hq = hv // (HV // H)
     i = tl.arange(0, BT)
     iv = i_v * BV + tl.arange(0, BV)
@@ -155,11 +156,10 @@ def reverse_step(
     vec = vectors + at * (VECTORS * BT) + i
     Db = D.to(DT)
     if TILES:
-        dstates_tiles.store([(slot * HV + hv) * V + i_v * BV, 0], Db)
+        dstates_tiles.store([(slot * HV + hv) * ROWS + i_v * BV, 0], Db)
     else:
         ik = tl.arange(0, BK)
-        mask = (iv < V)[:, None] & (ik < K)[None, :]
-        tl.store(dstates + at * (K * V) + iv[:, None] * K + ik[None, :], Db, mask=mask)
+        tl.store(dstates + at * (ROWS * BK) + iv[:, None] * BK + ik[None, :], Db)
     dT = tl.trans(dt)
     y = tl.dot(Db, tl.trans(kt), input_precision=PRECISION) * tl.load(vec + 3 * BT)[None, :]
     y = tl.dot(dT, pt, y, input_precision=PRECISION)
@@ -219,8 +219,9 @@ def forward_chain_kernel(
 ):  # fmt: skip
     """Output and final state. One program per sequence, value head and block of BV columns, blocks fastest.
 
-    q, k ``[tokens, H, K]``; v, o ``[tokens, HV, V]``; states ``[slots, HV, V, K]`` and residuals ``[slots, HV, V, BT]``
-    are written with SAVE. ``*_tiles`` are descriptors of the same tensors, used with TILES.
+    q, k ``[tokens, H, K]``; v, o ``[tokens, HV, V]``; states ``[slots, HV, V, K]``, V and K rounded up to whole blocks
+    and zero there, and residuals ``[slots, HV, V, BT]`` are written with SAVE. ``*_tiles`` are descriptors of the same
+    tensors, used with TILES.
     """
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -245,9 +246,9 @@ def backward_chains_kernel(
 ):  # fmt: skip
     """Both chains of the backward in one launch: the reverse chain, and with RECOMPUTE the state chain beside it.
 
-    Grid: (RECOMPUTE + 1) programs per sequence, value head and block. Writes dstates ``[slots, HV, V, K]`` (the
-    gradient of the state behind each chunk), dw ``[tokens, HV, V]``, dinitial_state, and with RECOMPUTE the states
-    ``[slots, HV, V, K]`` before each chunk and the residuals ``[slots, HV, V, BT]``.
+    Grid: (RECOMPUTE + 1) programs per sequence, value head and block. Writes dstates (the gradient of the state behind
+    each chunk, laid out like states), dw ``[tokens, HV, V]``, dinitial_state, and with RECOMPUTE the states before each
+    chunk and the residuals, as :func:`forward_chain_kernel` does.
     """
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)

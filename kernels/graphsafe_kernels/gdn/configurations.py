@@ -28,7 +28,7 @@ class Configuration:
     """The choices for one call. Blocks are powers of two of at least 16."""
 
     key_block: int
-    chain_block: int
+    chain_block: int  # gradient_value_block is a multiple of it, or divides it; reverse_block is the same
     chain_warps: int
     chain_stages: int
     keep_stages: int
@@ -49,6 +49,7 @@ class Configuration:
     precision: str
     half_inverse: bool
     tiles: bool
+    state_tiles: bool
 
 
 def _power(n: int) -> int:
@@ -81,10 +82,14 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         and problem.value_width % 64 == 0
         and problem.chunk_size == 64
     )
+    # States are laid out in whole tiles, whatever the widths.
+    state_tiles = capability >= 90 and not wide and problem.chunk_size == 64
     small = wide or key > 128
     chain_block = min(value, 32 if small else 64)
     # Eight warps where four would spill: wide keys, and matrix units that take their operands from registers or from
     # tensor memory.
+    rows = -(-problem.value_width // chain_block) * chain_block
+    gradient_block = 64 if key > 128 else 128
     warps = 8 if key > 128 or capability == 80 else 4
     programs = problem.sequences * problem.value_heads * -(-problem.value_width // chain_block)
     # Three stages hide the latency of a lone chain; two let two programs share a multiprocessor.
@@ -104,9 +109,9 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         prepare_registers=168 if capability and not wide else 0,
         clear_block=min(value, 128),
         gradient_key_block=min(key, 32),
-        gradient_value_block=min(value, 64 if key > 128 else 128),
+        gradient_value_block=gradient_block if rows % gradient_block == 0 else chain_block,
         gradient_warps=8 if capability >= 100 else 4,
-        gradient_stages=(2 if capability >= 100 else 3) if tiles else 1,
+        gradient_stages=3 if state_tiles and key <= 128 else 1,
         finish_rows=16,
         # The backward's state chain is free where it fits beside the reverse chain; where it would not, the forward
         # keeps its states: about 0.75 KiB a token and value head at K = V = 128 in bf16.
@@ -114,4 +119,5 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         precision="tf32x3" if capability else "ieee",
         half_inverse=not wide,
         tiles=tiles,
+        state_tiles=state_tiles,
     )

@@ -151,7 +151,7 @@ def chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Ope
         x.q, x.k, x.v, *prepared[:4], o, prepared.states, prepared.residuals, x.initial_state, final_state,
         _tile(x.q, problem.heads * kw, (bt, bk), tiles), _tile(x.k, problem.heads * kw, (bt, bk), tiles),
         _tile(x.v, hv * vw, (bt, bv), tiles), _tile(prepared.correction, bt, (bt, bt), tiles),
-        _tile(prepared.scores, bt, (bt, bt), tiles), _tile(prepared.states, kw, (bv, bk), tiles),
+        _tile(prepared.scores, bt, (bt, bt), tiles), _tile(prepared.states, bk, (bv, bk), tiles),
         _tile(prepared.residuals, bt, (bv, bt), tiles), cu_seqlens, chunk_offsets, problem.tokens,
         problem.sequences, problem.chunks, **_sizes(problem), BK=bk, BV=bv, PACKED=tables is not None,
         INITIAL=x.initial_state is not None, FINAL=final_state is not None, V_FIRST=problem.state_v_first,
@@ -167,14 +167,17 @@ def forward(problem: Problem, tables: ChunkTables | None, x: Operands, final_sta
     o = torch.empty_like(x.v)
     prepared = prepare(problem, tables, c, x, o)
     if keep and c.keep_states:
-        prepared = prepared._replace(**_state_buffers(problem, tables, x.q))
+        prepared = prepared._replace(**_state_buffers(problem, tables, c, x.q))
     chain(problem, tables, c, x, prepared, o, final_state)
     return o, prepared
 
 
-def _state_buffers(problem: Problem, tables: ChunkTables | None, q: torch.Tensor) -> dict[str, torch.Tensor]:
-    shape = (_slots(problem, tables), problem.value_heads, problem.value_width)
-    return {"states": q.new_empty(*shape, problem.key_width), "residuals": q.new_empty(*shape, problem.chunk_size)}
+def _state_buffers(problem: Problem, tables: ChunkTables | None, c: Configuration,
+                   q: torch.Tensor) -> dict[str, torch.Tensor]:  # fmt: skip
+    slots, hv, width = _slots(problem, tables), problem.value_heads, problem.value_width
+    rows = triton.cdiv(width, c.chain_block) * c.chain_block
+    return {"states": q.new_empty(slots, hv, rows, c.key_block),
+            "residuals": q.new_empty(slots, hv, width, problem.chunk_size)}  # fmt: skip
 
 
 def reverse_chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
@@ -185,7 +188,7 @@ def reverse_chain(problem: Problem, tables: ChunkTables | None, c: Configuration
     hv, kw, vw = problem.value_heads, problem.key_width, problem.value_width
     recompute = prepared.states is None
     if recompute:
-        prepared = prepared._replace(**_state_buffers(problem, tables, x.q))
+        prepared = prepared._replace(**_state_buffers(problem, tables, c, x.q))
     dstates = torch.empty_like(prepared.states)
     dw = torch.empty_like(x.v)
     dinitial_state = None if x.initial_state is None else torch.empty_like(x.initial_state)
@@ -195,8 +198,8 @@ def reverse_chain(problem: Problem, tables: ChunkTables | None, c: Configuration
         _tile(x.q, problem.heads * kw, (bt, bk), tiles), _tile(x.k, problem.heads * kw, (bt, bk), tiles),
         _tile(x.v, hv * vw, (bt, bv), tiles), _tile(do, hv * vw, (bt, bv), tiles),
         _tile(prepared.correction, bt, (bt, bt), tiles), _tile(prepared.scores, bt, (bt, bt), tiles),
-        _tile(prepared.states, kw, (bv, bk), tiles), _tile(prepared.residuals, bt, (bv, bt), tiles),
-        _tile(dstates, kw, (bv, bk), tiles), cu_seqlens, chunk_offsets, problem.tokens, problem.sequences,
+        _tile(prepared.states, bk, (bv, bk), tiles), _tile(prepared.residuals, bt, (bv, bt), tiles),
+        _tile(dstates, bk, (bv, bk), tiles), cu_seqlens, chunk_offsets, problem.tokens, problem.sequences,
         problem.chunks, **_sizes(problem), BK=bk, BV=bv, PACKED=tables is not None,
         INITIAL=x.initial_state is not None, FINAL=dfinal_state is not None, V_FIRST=problem.state_v_first,
         RECOMPUTE=recompute, TILES=tiles, STAGES=c.reverse_stages, STATE_STAGES=c.state_stages,
@@ -217,11 +220,12 @@ def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x:
     if slots:
         gradients_kernel[(slots * hv,)](
             x.q, x.k, do, dw, x.g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
-            dstates, prepared.residuals, dq, dk, dg, dbeta, gate_sums, _tile(prepared.states, kw, block, c.tiles),
-            _tile(dstates, kw, block, c.tiles), *_boundaries(tables), problem.scale, problem.tokens,
+            dstates, prepared.residuals, dq, dk, dg, dbeta, gate_sums,
+            _tile(prepared.states, c.key_block, block, c.state_tiles),
+            _tile(dstates, c.key_block, block, c.state_tiles), *_boundaries(tables), problem.scale, problem.tokens,
             problem.sequences, problem.chunks, **_sizes(problem), BK=c.gradient_key_block,
             BV=c.gradient_value_block, KEY=c.key_block, PACKED=tables is not None, L2NORM=problem.qk_l2norm,
-            **_gates(problem, x.dt_bias), TILES=c.tiles, STAGES=c.gradient_stages, PRECISION=c.precision,
+            **_gates(problem, x.dt_bias), TILES=c.state_tiles, STAGES=c.gradient_stages, PRECISION=c.precision,
             num_warps=c.gradient_warps, num_stages=c.gradient_stages,
         )  # fmt: skip
     return dq, dk, dg, dbeta, gate_sums

@@ -95,9 +95,10 @@ def gradients_kernel(
 ):  # fmt: skip
     """One program per slot and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and becomes dv; dq, dk
     ``[tokens, HV, K]``: the gradients where H is HV, else parts of them; dg, dbeta ``[tokens, HV]`` for the raw inputs;
-    gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE."""
+    gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE. States have V and K rounded up to whole blocks."""
     DT: tl.constexpr = k.dtype.element_ty
     KEEP: tl.constexpr = BV >= V
+    STATE_ROWS: tl.constexpr = (V + BV - 1) // BV * BV
     KEY_BLOCK: tl.constexpr = min(KEY, 128)
     pid = tl.program_id(0)
     slot = pid // HV
@@ -181,13 +182,12 @@ def gradients_kernel(
         for first in tl.static_range(0, V, BV):
             iv = first + tl.arange(0, BV)
             if TILES:
-                St = states_tiles.load([(slot * HV + hv) * V + first, block * BK])
-                Dt = dstates_tiles.load([(slot * HV + hv) * V + first, block * BK])
+                St = states_tiles.load([(slot * HV + hv) * STATE_ROWS + first, block * BK])
+                Dt = dstates_tiles.load([(slot * HV + hv) * STATE_ROWS + first, block * BK])
             else:
-                tile = iv[:, None] * K + ik[None, :]
-                inside = (iv < V)[:, None] & (ik < K)[None, :]
-                St = tl.load(states + at * (K * V) + tile, mask=inside, other=0.0)
-                Dt = tl.load(dstates + at * (K * V) + tile, mask=inside, other=0.0)
+                tile = iv[:, None] * KEY + ik[None, :]
+                St = tl.load(states + at * (STATE_ROWS * KEY) + tile)
+                Dt = tl.load(dstates + at * (STATE_ROWS * KEY) + tile)
             inner += tl.sum(St.to(tl.float32) * Dt.to(tl.float32), 1)
             if KEEP:
                 tq = tl.dot(dt, St, tq, input_precision=PRECISION)
