@@ -3,7 +3,7 @@
 Requirements
 ------------
 1. Every configuration of ``graphsafe_kernels.shipped`` is compiled down to machine code for the target, and listed with
-   its registers, the bytes it spills and its shared memory, as a table or with ``--json``.
+   its registers, spills and shared memory, as a table or with ``--json``.
 2. The exit status is 0 only if all compiled and none spills; 1 otherwise; 2 where the check could not be made at all.
 3. A target is one function from a configuration to figures: another back end is another entry in ``TARGETS``.
 """
@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +37,8 @@ __all__ = ["TARGETS", "Figures", "check", "main"]
 class Figures:
     """What became of one configuration on one target; the sizes are None where it did not compile.
 
-    ``registers`` a thread, ``spilled`` bytes a thread, ``shared`` bytes a program, ``problem`` the error's first line.
+    ``registers`` a thread; ``spills``: loads and stores of local memory in the machine code; ``shared`` bytes a
+    program; ``problem``: the error's first line.
     """
 
     target: str
@@ -45,18 +46,18 @@ class Figures:
     configuration: str
     warps: int
     registers: int | None = None
-    spilled: int | None = None
+    spills: int | None = None
     shared: int | None = None
     seconds: float = 0.0
     problem: str | None = None
 
     @property
     def ok(self) -> bool:
-        return self.problem is None and self.spilled == 0
+        return self.problem is None and self.spills == 0
 
 
-def _compile_cuda(shipped: Shipped, capability: int) -> dict[str, int]:
-    """Registers, spilled bytes and shared memory on compute capability ``capability`` (90 for sm_90)."""
+def _compile_cuda(shipped: Shipped, capability: int) -> dict[str, Any]:
+    """Registers, spills and shared memory on compute capability ``capability`` (90 for sm_90)."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -79,18 +80,17 @@ def _compile_cuda(shipped: Shipped, capability: int) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder, "kernel.cubin")
         binary.write_bytes(compiled.asm["cubin"])
-        report = subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)],
-            capture_output=True, text=True, check=True,
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+).*? LOCAL:(\d+)", report)
-    if found is None:
-        raise RuntimeError(f"no resource usage in cuobjdump's report: {report!r}")
-    registers, stack, local = map(int, found.groups())
-    return {"registers": registers, "spilled": stack + local, "shared": int(compiled.metadata.shared)}
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", str(binary)]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers = re.search(r"REG:(\d+)", report)
+    if registers is None or "EXIT" not in report:
+        raise RuntimeError("cuobjdump showed neither the resource usage nor the machine code")
+    # a stack frame alone says little: some compilers reserve one that nothing uses
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", report))
+    return {"registers": int(registers[1]), "spills": spills, "shared": int(compiled.metadata.shared)}
 
 
-TARGETS: dict[str, Callable[[Shipped], dict[str, int]]] = {
+TARGETS: dict[str, Callable[[Shipped], dict[str, Any]]] = {
     "sm_80": lambda shipped: _compile_cuda(shipped, 80),
     "sm_90": lambda shipped: _compile_cuda(shipped, 90),
     "sm_100": lambda shipped: _compile_cuda(shipped, 100),
@@ -101,25 +101,24 @@ TARGETS: dict[str, Callable[[Shipped], dict[str, int]]] = {
 def check(target: str, kernels: Iterable[Shipped]) -> Iterator[Figures]:
     """Compile each of ``kernels`` for ``target``."""
     for shipped in kernels:
+        figures = Figures(target, shipped.kernel.__name__, shipped.name, shipped.warps)
         start = time.perf_counter()
-        identity = (target, shipped.kernel.__name__, shipped.name, shipped.warps)
         try:
-            figures = TARGETS[target](shipped)
+            figures = replace(figures, **TARGETS[target](shipped))
         except Exception as problem:  # whatever the compiler raises is a finding of the check
             first = (str(problem).strip().splitlines() or [""])[0]
-            yield Figures(*identity, seconds=time.perf_counter() - start, problem=f"{type(problem).__name__}: {first}")
-        else:
-            yield Figures(*identity, **figures, seconds=time.perf_counter() - start)
+            figures = replace(figures, problem=f"{type(problem).__name__}: {first}")
+        yield replace(figures, seconds=time.perf_counter() - start)
 
 
 def _print(results: list[Figures], console: Console) -> None:
     table = Table()
     for column in ("target", "kernel", "configuration"):
         table.add_column(column, overflow="fold")
-    for column in ("warps", "registers", "spilled", "shared"):
+    for column in ("warps", "registers", "spills", "shared"):
         table.add_column(column, justify="right")
     for r in results:
-        sizes = (r.problem, "", "") if r.problem else (str(r.registers), str(r.spilled), str(r.shared))
+        sizes = (r.problem, "", "") if r.problem else (str(r.registers), str(r.spills), str(r.shared))
         table.add_row(r.target, r.kernel, r.configuration, str(r.warps), *sizes, style=None if r.ok else "red")
     console.print(table)
     bad = sum(not r.ok for r in results)

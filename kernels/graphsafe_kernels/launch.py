@@ -14,6 +14,9 @@ Requirements
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,19 +27,25 @@ from graphsafe_kernels import _interpreter
 __all__ = ["PreparedLaunch"]
 
 _interpreter.prepare()
+_knobs = triton.knobs.runtime
 
 
 def _hooked() -> bool:
     """Whether somebody listens to launches. Triton 3.4 has one hook or None, later ones a chain that may be empty."""
-    runtime = triton.knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return False
+    enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
+    return bool(
+        (enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True))
+    )
+
+
+def _stream_of() -> Callable[[int], int]:
+    """The active driver's function from a device's index to the raw handle of its current stream."""
+    function: Callable[[int], int] = triton.runtime.driver.active.get_current_stream
+    return function
 
 
 class PreparedLaunch:
-    """One kernel with its compile-time constants and options: ``launch(grid, device, pointers, integers)``.
+    """One kernel with its compile-time constants and options; :meth:`bind` adds the device, the grid and the integers.
 
     ``constants``: name to value, in the order of the kernel's last parameters; ``options``: ``num_warps`` and the like.
     """
@@ -46,39 +55,41 @@ class PreparedLaunch:
         self._kernel = kernel
         self._values = tuple(constants.values())
         self._options = options
-        self._compiled: dict[Any, Any] = {}
-        self._interpreted = _interpreter.interpreted(kernel)
+        self._compiled: dict[Any, tuple[Any, ...]] = {}
 
-    def __call__(
-        self, grid: int, device: torch.device, pointers: tuple[torch.Tensor | None, ...], integers: tuple[int, ...]
-    ) -> None:
-        """Launch ``grid`` programs on ``device``: the kernel's pointers in order (None where absent), then integers."""
-        if grid == 0:
-            return
-        if self._interpreted or device.type != "cuda":
-            self._kernel[(grid,)](*pointers, *integers, **self.constants, **self._options)
-            return
+    def bind(self, device: torch.device, programs: int, integers: tuple[int, ...]) -> Callable[..., None]:
+        """A function of the kernel's pointers alone, in order, None where absent: it launches ``programs`` programs."""
+        if programs == 0:
+            return lambda *pointers: None
+        grid = (programs, 1, 1)
+        if _interpreter.interpreted(self._kernel) or device.type != "cuda":
+            return lambda *pointers: self._kernel[grid](*pointers, *integers, **self.constants, **self._options)
         index = device.index
-        if index != torch.cuda.current_device():
-            with torch.cuda.device(index):
-                self(grid, device, pointers, integers)
+        key = (index, tuple(i >= 2**31 for i in integers))
+        alone = torch.cuda.device_count() == 1
+
+        def launch(*pointers: torch.Tensor | None) -> None:
+            if alone or index == torch.cuda.current_device():
+                self._launch(index, key, grid, pointers, integers)
+            else:
+                with torch.cuda.device(index):
+                    self._launch(index, key, grid, pointers, integers)
+
+        return launch
+
+    def _launch(self, index: int, key: Any, grid: tuple[int, int, int], pointers: tuple[torch.Tensor | None, ...],
+                integers: tuple[int, ...]) -> None:
+        # an absent pointer is a compile-time constant: what is passed in its place is not looked at
+        addresses = [0 if p is None else p.data_ptr() for p in pointers]
+        if functools.reduce(operator.or_, addresses) & 15:
+            key = (key, tuple(address & 15 == 0 for address in addresses))
+        found = self._compiled.get(key)
+        if found is None:
+            compiled = self._kernel[grid](*pointers, *integers, **self.constants, **self._options)
+            self._compiled[key] = (compiled, compiled.run, compiled.function, compiled.packed_metadata, _stream_of())
             return
-        addresses = [p if p is None else p.data_ptr() for p in pointers]
-        union = 0
-        for address in addresses:
-            if address is not None:
-                union |= address
-        key: Any = index
-        if union & 15:
-            key = (index, *(address is not None and address & 15 == 0 for address in addresses))
-        if max(integers) >= 2**31:
-            key = (key, *(i >= 2**31 for i in integers))
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            self._compiled[key] = self._kernel[(grid, 1, 1)](*pointers, *integers, **self.constants, **self._options)
-        elif _hooked():
-            compiled[(grid, 1, 1)](*pointers, *integers, *self._values)
+        compiled, run, function, metadata, stream_of = found
+        if _hooked():
+            compiled[grid](*pointers, *integers, *self._values)
         else:
-            stream = triton.runtime.driver.active.get_current_stream(index)
-            compiled.run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                         *addresses, *integers, *self._values)
+            run(*grid, stream_of(index), function, metadata, None, None, None, *addresses, *integers, *self._values)

@@ -23,15 +23,15 @@ __all__ = ["KINDS", "ConvPolicy", "Policy", "TablePolicy", "device_kind", "polic
 
 @dataclass(frozen=True)
 class TablePolicy:
-    """The table builder: ``tile`` sequences at a time, ``lane`` a warp.
+    """The table builder: ``tile`` sequences at a time, ``lane`` a warp, but at least ``warps`` warps.
 
-    A program has ``compared / tile`` slots, but at least ``slots``.
+    A program has ``compared / tile`` slots, at most 64.
     """
 
     tile: int = 1024
-    slots: int = 8
     compared: int = 4096
     lane: int = 128
+    warps: int = 4
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ KINDS: dict[str, Policy] = {
         "ascend910b",
         ptx=False,
         cores=48,
-        tables=TablePolicy(lane=1024),
+        tables=TablePolicy(lane=1024, warps=1),
         conv=ConvPolicy(forward_block=1024, forward_lane=1024, backward_block=1024, backward_lane=1024),
     ),
     "interpreter": Policy(
         "interpreter",
         ptx=False,
         cores=0,
-        tables=TablePolicy(tile=64, slots=64),
+        tables=TablePolicy(tile=64),
         conv=ConvPolicy(forward_block=1024, forward_rows=64, backward_block=1024, state_block=1024, reduce_block=1024),
     ),
 }

@@ -33,15 +33,16 @@ def _adjacent(t: torch.Tensor) -> torch.Tensor:
 class _CausalConv1d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                residual: torch.Tensor | None, initial_state: torch.Tensor | None, output_final_state: bool,
-                activate: bool, tables: ChunkTables | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+                residual: torch.Tensor | None, initial_state: torch.Tensor | None,
+                options: tuple[bool, bool, ChunkTables | None]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # one argument for all that is no tensor: each argument of a node costs host time
+        _, ctx.activate, ctx.tables = options
+        tables = ctx.tables
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, initial_state)
         ctx.boundaries = None if tables is None else SavedBoundaries("causal_conv1d", tables.cu_seqlens)
-        ctx.tables = tables
-        ctx.activate = activate
         ctx.residual = None if residual is None else residual.dtype
-        return launch.forward(x, weight, bias, residual, initial_state, output_final_state, activate, tables)
+        return launch.forward(x, weight, bias, residual, initial_state, *options)
 
     @staticmethod
     @once_differentiable
@@ -54,7 +55,7 @@ class _CausalConv1d(torch.autograd.Function):
         residual = ctx.residual if ctx.needs_input_grad[3] else None
         g = launch.backward(dy, dfinal, x, weight, bias, residual, initial_state, ctx.activate, ctx.tables)
         dresidual = g.residual if g.residual is not None or residual is None else dy.to(residual)
-        return g.x, g.weight, g.bias, dresidual, g.initial_state, None, None, None
+        return g.x, g.weight, g.bias, dresidual, g.initial_state, None
 
 
 def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
@@ -67,10 +68,11 @@ def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     packed batch without ``tables`` gets them here, in one more launch. There is one path, whatever ``use_graph`` says.
     """
     if x.dtype == torch.float64:
-        return reference.causal_conv1d(
+        served: tuple[torch.Tensor, torch.Tensor | None] = reference.causal_conv1d(
             x, weight, bias, residual, initial_state, output_final_state=output_final_state, activate=activate,
             cu_seqlens=cu_seqlens, tables=tables, chunk_size=chunk_size, use_graph=use_graph,
         )
+        return served
     taps = weight.shape[1]
     if taps > launch.MAX_TAPS:
         raise error("unsupported", f"causal_conv1d has {taps} taps; the kernels serve up to {launch.MAX_TAPS}",
@@ -83,6 +85,14 @@ def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     residual = None if residual is None else _adjacent(residual)
     initial_state = None if initial_state is None else initial_state.contiguous()
     operands = (x, weight, bias, residual, initial_state)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-        return _CausalConv1d.apply(*operands, output_final_state, activate, tables)
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or weight.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (residual is not None and residual.requires_grad)
+        or (initial_state is not None and initial_state.requires_grad)
+    ):
+        node: Any = _CausalConv1d.apply
+        result: tuple[torch.Tensor, torch.Tensor | None] = node(*operands, (output_final_state, activate, tables))
+        return result
     return launch.forward(*operands, output_final_state, activate, tables)

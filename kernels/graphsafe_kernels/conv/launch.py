@@ -11,6 +11,7 @@ Requirements
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,17 +60,6 @@ def reduce_options(policy: ConvPolicy, width: int, taps: int) -> Options:
     """The second stage."""
     sizes = {"D": width, "W": taps, "BD": min(policy.reduce_block, _power(width)), "BS": policy.reduce_lanes}
     return sizes, policy.reduce_warps
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A launch with everything but the tensors: how many programs, and the kernel's integers."""
-
-    launch: PreparedLaunch
-    programs: int
-    integers: tuple[int, ...]
-    slots: int
-    sequences: int
 
 
 def _programs(device: torch.device, tasks: int) -> int:
@@ -135,7 +125,8 @@ def _reduce_launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...],
 @functools.lru_cache(maxsize=4096)
 def _forward_plan(device: torch.device, shape: tuple[int, ...], stride: tuple[int, ...], taps: int,
                   residual_stride: tuple[int, ...] | None, tables: tuple[int, int, int] | None, activate: bool,
-                  final: bool, *dtypes: torch.dtype | None) -> _Plan:
+                  final: bool, *dtypes: torch.dtype | None) -> tuple[Callable[..., None], int]:
+    """The launch, a function of the kernel's pointers, and the sequences."""
     _, tokens, width = shape
     chunk_size, sequences, slots, chunks = _extent(shape, tables)
     x_batch, x_row = _rows_apart("x", stride, chunk_size)
@@ -145,13 +136,14 @@ def _forward_plan(device: torch.device, shape: tuple[int, ...], stride: tuple[in
     slot_tasks = slots * (chunk_size // c["ROWS"]) * -(-width // c["BD"])
     tasks = slot_tasks + (sequences * -(-width // c["BS"]) if final else 0)
     integers = (tokens, sequences, chunks, x_batch, residual_batch, slot_tasks, tasks)
-    return _Plan(launch, _programs(device, tasks), integers, slots, sequences)
+    return launch.bind(device, _programs(device, tasks), integers), sequences
 
 
 @functools.lru_cache(maxsize=4096)
 def _backward_plan(device: torch.device, shape: tuple[int, ...], stride: tuple[int, ...], taps: int,
                    dy_stride: tuple[int, ...], tables: tuple[int, int, int] | None, activate: bool,
-                   *dtypes: torch.dtype | None) -> tuple[_Plan, _Plan]:
+                   *dtypes: torch.dtype | None) -> tuple[Callable[..., None], Callable[..., None], int]:
+    """Both launches, functions of their kernel's pointers, and the slots."""
     _, tokens, width = shape
     chunk_size, sequences, slots, chunks = _extent(shape, tables)
     x_batch, x_row = _rows_apart("x", stride, chunk_size)
@@ -161,10 +153,10 @@ def _backward_plan(device: torch.device, shape: tuple[int, ...], stride: tuple[i
     slot_tasks = slots * -(-width // c["BD"])
     tasks = slot_tasks + (sequences * -(-width // c["BS"]) if c["HAS_INITIAL"] else 0)
     integers = (tokens, sequences, chunks, x_batch, dy_batch, slot_tasks, tasks)
-    first = _Plan(launch, _programs(device, tasks), integers, slots, sequences)
+    first = launch.bind(device, _programs(device, tasks), integers)
     launch = _reduce_launch(device, (dtypes[1], dtypes[2], dtypes[6]), width, taps)
     tasks = (taps + c["HAS_BIAS"]) * -(-width // launch.constants["BD"])
-    return first, _Plan(launch, _programs(device, tasks), (sequences, slots, tasks), slots, sequences)
+    return first, launch.bind(device, _programs(device, tasks), (sequences, slots, tasks)), slots
 
 
 def _dtype(t: torch.Tensor | None) -> torch.dtype | None:
@@ -190,15 +182,14 @@ def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, re
     else:
         numbers = _numbers(tables)
         cu_seqlens, indices, offsets = tables.cu_seqlens, tables.chunk_indices, tables.chunk_offsets
-    plan = _forward_plan(device, shape, x.stride(), taps, None if residual is None else residual.stride(), numbers,
-                         activate, output_final_state, dtype, weight.dtype, _dtype(bias), _dtype(residual),
-                         _dtype(initial_state), _dtype(cu_seqlens))
-    y = torch.empty(shape, dtype=dtype, device=device)
-    final = None
-    if output_final_state:
-        final = torch.empty((plan.sequences, shape[2], taps), dtype=dtype, device=device)
-    plan.launch(plan.programs, device,
-                (x, weight, bias, residual, initial_state, y, final, cu_seqlens, indices, offsets), plan.integers)
+    launch, sequences = _forward_plan(
+        device, shape, x.stride(), taps, None if residual is None else residual.stride(), numbers, activate,
+        output_final_state, dtype, weight.dtype, _dtype(bias), _dtype(residual), _dtype(initial_state),
+        _dtype(cu_seqlens),
+    )
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    final = x.new_empty((sequences, shape[2], taps)) if output_final_state else None
+    launch(x, weight, bias, residual, initial_state, y, final, cu_seqlens, indices, offsets)
     return y, final
 
 
@@ -229,16 +220,16 @@ def backward(dy: torch.Tensor, dfinal: torch.Tensor | None, x: torch.Tensor, wei
     else:
         numbers = _numbers(tables)
         cu_seqlens, indices, offsets = tables.cu_seqlens, tables.chunk_indices, tables.chunk_offsets
-    plan, second = _backward_plan(device, shape, x.stride(), taps, dy.stride(), numbers, activate, dtype, weight.dtype,
-                                  _dtype(bias), residual, _dtype(initial_state), _dtype(dfinal), _dtype(cu_seqlens))
-    dx = torch.empty(shape, dtype=dtype, device=device)
+    launch, reduce, slots = _backward_plan(
+        device, shape, x.stride(), taps, dy.stride(), numbers, activate, dtype, weight.dtype, _dtype(bias), residual,
+        _dtype(initial_state), _dtype(dfinal), _dtype(cu_seqlens),
+    )
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dweight = torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
-    dresidual = None if residual is None else torch.empty(shape, dtype=residual, device=device)
+    dresidual = None if residual is None else torch.empty_like(dx, dtype=residual)
     dinitial = None if initial_state is None else torch.empty_like(initial_state)
-    partials = torch.empty((plan.slots, taps + 1, shape[2]), dtype=torch.float32, device=device)
-    plan.launch(plan.programs, device,
-                (x, weight, bias, dy, dfinal, initial_state, dx, dresidual, dinitial, partials, cu_seqlens, indices,
-                 offsets), plan.integers)
-    second.launch(second.programs, device, (partials, dweight, dbias, offsets), second.integers)
+    partials = torch.empty((slots, taps + 1, shape[2]), dtype=torch.float32, device=device)
+    launch(x, weight, bias, dy, dfinal, initial_state, dx, dresidual, dinitial, partials, cu_seqlens, indices, offsets)
+    reduce(partials, dweight, dbias, offsets)
     return Gradients(dx, dweight, dbias, dresidual, dinitial)

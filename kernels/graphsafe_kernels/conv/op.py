@@ -98,7 +98,7 @@ def causal_conv1d(
 def _signature(operands: tuple[torch.Tensor | None, ...]) -> tuple[object, ...] | None:
     """All that the checks look at; None where an operand is no tensor, which is never among the checked."""
     try:
-        return tuple(None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous()) for t in operands)
+        return tuple([None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous()) for t in operands])
     except AttributeError:
         return None
 

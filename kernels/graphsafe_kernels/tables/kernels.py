@@ -14,43 +14,32 @@ import triton.language as tl
 __all__ = ["chunk_tables_kernel"]
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences", "slots"])
-def chunk_tables_kernel(cu_seqlens, chunk_indices, chunk_offsets, slot_rows, tokens, sequences, slots,
-                        BT: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr):
-    """chunk_indices ``[slots, 2]``, chunk_offsets ``[N + 1]``, and slot_rows ``[slots, 2]``: see ``SlotTables``."""
+@triton.jit(do_not_specialize=["sequences", "slots"])
+def chunk_tables_kernel(cu_seqlens, chunk_indices, chunk_offsets, sequences, slots,
+                        BT: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, ONE_TILE: tl.constexpr):
+    """chunk_indices ``[slots, 2]`` and chunk_offsets ``[N + 1]``. ONE_TILE: N is at most TILE."""
     pid = tl.program_id(0)
     slot = pid * SLOTS + tl.arange(0, SLOTS)
     lane = tl.arange(0, TILE)
+    tl.store(chunk_offsets + lane, (lane * 0).to(chunk_offsets.dtype.element_ty), mask=(lane == 0) & (pid == 0))
     sequence = tl.zeros([SLOTS], tl.int32)
     first = tl.zeros([SLOTS], tl.int32)
     chunks = 0
-    tl.store(chunk_offsets + lane, (lane * 0).to(chunk_offsets.dtype.element_ty), mask=(lane == 0) & (pid == 0))
     for base in range(0, sequences, TILE):
         n = base + lane
         inside = n < sequences
         start = tl.load(cu_seqlens + n, mask=inside, other=0).to(tl.int32)
         end = tl.load(cu_seqlens + n + 1, mask=inside, other=0).to(tl.int32)
-        count = (end - start + (BT - 1)) // BT
-        count = tl.where(inside, count, 0)
+        count = tl.where(inside, (end - start + (BT - 1)) // BT, 0)
         reached = chunks + tl.cumsum(count, 0)
         tl.store(chunk_offsets + n + 1, reached.to(chunk_offsets.dtype.element_ty), mask=inside & (pid == 0))
+        # sequences that end at or before the slot, and where the last of them ends
         passed = inside[None, :] & (reached[None, :] <= slot[:, None])
         sequence += tl.sum(passed.to(tl.int32), 1)
         first = tl.maximum(first, tl.max(tl.where(passed, reached[None, :], 0), 1))
-        chunks += tl.sum(count, 0)
-
+        if not ONE_TILE:
+            chunks += tl.sum(count, 0)
     live = sequence < sequences
-    chunk = slot - first
-    kept = slot < slots
-    tl.store(chunk_indices + 2 * slot, tl.where(live, sequence, -1).to(chunk_indices.dtype.element_ty), mask=kept)
-    tl.store(chunk_indices + 2 * slot + 1, tl.where(live, chunk, 0).to(chunk_indices.dtype.element_ty), mask=kept)
-
-    start = tl.load(cu_seqlens + sequence, mask=live, other=0).to(tl.int32) + chunk * BT
-    end = tl.load(cu_seqlens + sequence + 1, mask=live, other=0).to(tl.int32)
-    rows = tl.minimum(end - start, BT)
-    # the k-th sentinel owns the k-th block of BT rows behind the block that holds the last live row
-    total = tl.load(cu_seqlens + sequences).to(tl.int32)
-    free = tl.minimum(((total + (BT - 1)) // BT + slot - chunks) * BT, tokens)
-    cleared = tl.minimum(tokens - free, BT)
-    tl.store(slot_rows + 2 * slot, tl.where(live, start, free), mask=kept)
-    tl.store(slot_rows + 2 * slot + 1, tl.where(live, rows, -cleared), mask=kept)
+    index = chunk_indices.dtype.element_ty
+    tl.store(chunk_indices + 2 * slot, tl.where(live, sequence, -1).to(index), mask=slot < slots)
+    tl.store(chunk_indices + 2 * slot + 1, tl.where(live, slot - first, 0).to(index), mask=slot < slots)

@@ -15,14 +15,13 @@ __all__ = ["shipped"]
 
 
 def shipped(policy: Policy) -> Iterator[Shipped]:
-    """Every tile, at the largest and the smallest chunk size, in both index dtypes."""
+    """Tiles of every fourth power, and more sequences than a tile, in both index dtypes."""
     for dtype in (torch.int32, torch.int64):
         index = pointer(dtype)
-        types = {"cu_seqlens": index, "chunk_indices": index, "chunk_offsets": index, "slot_rows": "*i32",
-                 "tokens": "i32", "sequences": "i32", "slots": "i32"}
-        sequences = 1
-        while sequences <= policy.tables.tile:
+        types = {"cu_seqlens": index, "chunk_indices": index, "chunk_offsets": index,
+                 "sequences": "i32", "slots": "i32"}
+        sequences = 16
+        while sequences <= 4096:
             sizes, warps = table_options(policy.tables, sequences, 64)
-            if sizes["TILE"] >= sequences:
-                yield Shipped(chunk_tables_kernel, f"{index} {sequences} sequences", types, sizes, warps)
+            yield Shipped(chunk_tables_kernel, f"{index} {sequences} sequences", types, sizes, warps)
             sequences *= 4
