@@ -25,11 +25,12 @@ __all__ = ["KINDS", "ConvPolicy", "Policy", "TablePolicy", "device_kind", "polic
 class TablePolicy:
     """The table builder: ``tile`` sequences at a time, ``lane`` a warp, but at least ``warps`` warps.
 
-    A program has ``compared / tile`` slots, at most 64.
+    A program has ``compared / tile`` slots, at most 64, or ``many`` where N is more than a tile.
     """
 
     tile: int = 1024
     compared: int = 4096
+    many: int = 16
     lane: int = 128
     warps: int = 4
 

@@ -29,7 +29,8 @@ __all__ = ["TritonMetadataBuilder", "build_tables", "table_options"]
 def table_options(policy: TablePolicy, sequences: int, chunk_size: int) -> tuple[dict[str, int], int]:
     """Compile-time sizes of the builder for N sequences, and its warps: one set per power of two up to a tile."""
     tile = min(policy.tile, max(16, 1 << (sequences - 1).bit_length()))
-    slots = min(64, policy.compared // tile)
+    # a program adds up all sequences again: with more than a tile of them, fewer programs of more slots
+    slots = min(64, policy.compared // tile) if sequences <= tile else policy.many
     sizes = {"BT": chunk_size, "TILE": tile, "SLOTS": slots, "ONE_TILE": sequences <= tile}
     return sizes, max(policy.warps, tile // policy.lane)
 
