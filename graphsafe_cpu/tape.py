@@ -163,9 +163,9 @@ class Tape:
     def record(
         self, func: Any, facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Record one operator that has just run; views and uninitialised memory need no replay."""
+        """Record one operator that has just run; views, new shapes and uninitialised memory need no replay."""
         fresh = self._fresh(result)
-        if facts.fills_nothing:
+        if facts.fills_nothing or facts.changes_geometry:
             return
         if not fresh and not facts.writes:
             operands, results = list(argument_tensors((args, kwargs))), list(argument_tensors(result))
