@@ -13,8 +13,23 @@ import functools
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["StorageRef", "key_of"]
+__all__ = ["NOT_PLAIN", "StorageRef", "is_plain", "key_of", "kind_of"]
+
+NOT_PLAIN = "Only strided tensors have one storage of a fixed size that a graph can read and write."
+
+
+def is_plain(t: torch.Tensor) -> bool:
+    """Whether a tensor is a strided view of one storage."""
+    return t.layout is torch.strided and not t.is_nested and not t.is_quantized and not is_traceable_wrapper_subclass(t)
+
+
+def kind_of(t: torch.Tensor) -> str:
+    """What a tensor that is not plain is."""
+    if is_traceable_wrapper_subclass(t):
+        return f"a {type(t).__name__} of several tensors"
+    return "a nested tensor" if t.is_nested else "a quantized tensor" if t.is_quantized else f"a {t.layout} tensor"
 
 
 def key_of(t: torch.Tensor) -> int:

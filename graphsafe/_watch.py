@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphsafe._location import Location, caller
 from graphsafe._operators import OperatorFacts, facts_of, violation, written
 from graphsafe._state import SavedState
-from graphsafe._storage import StorageRef, key_of
+from graphsafe._storage import NOT_PLAIN, StorageRef, is_plain, key_of, kind_of
 from graphsafe.contract import describe
 from graphsafe.errors import GraphSafeError, error
 
@@ -156,7 +156,7 @@ class Watch:
         self._states = self._generator_states()
         known = {key_of(t) for t in argument_tensors((args, kwargs))}
         for t in _all_tensors(result):
-            if not _plain(t):
+            if not is_plain(t):
                 if self.check:
                     raise self._not_plain(t)
                 continue
@@ -180,7 +180,7 @@ class Watch:
         if target is not None and operands and torch.device(target).type != self.device.type:
             raise self.fail("other-device", f"{facts.name} works on {target} while {self.device} is captured")
         for t in operands:
-            if not _plain(t):
+            if not is_plain(t):
                 raise self._not_plain(t)
             if t.device.type != self.device.type:
                 raise self.fail("other-device", f"{facts.name} uses {describe(t)} while {self.device} is captured")
@@ -203,26 +203,16 @@ class Watch:
 
     def storage_replaced(self, t: torch.Tensor, how: str) -> None:
         """Refuse to give a tensor from outside another storage or shape: no replay repeats it, nothing undoes it."""
-        if self.check and _plain(t) and key_of(t) not in self.born:
+        if self.check and is_plain(t) and key_of(t) not in self.born:
             raise self.fail("storage-replaced", f"{how} changes {describe(t)}, which was made outside the capture")
 
     def _not_plain(self, t: torch.Tensor) -> GraphSafeError:
-        kind = "a nested tensor" if t.is_nested else "a quantized tensor" if t.is_quantized else str(t.layout)
-        return self.fail(
-            "not-capturable",
-            f"{kind} of dtype {t.dtype} is used inside the capture",
-            why="Only strided tensors have one storage of a fixed size that a graph can read and write.",
-        )
+        return self.fail("not-capturable", f"{kind_of(t)} of dtype {t.dtype} is used inside the capture", why=NOT_PLAIN)
 
 
 def _same_generator(a: Any, b: Any) -> bool:
     """An operator receives a new Python object for a generator: the C++ object is its identity."""
     return bool(a._cdata == b._cdata)
-
-
-def _plain(t: torch.Tensor) -> bool:
-    """Whether a tensor is a strided view of one storage."""
-    return t.layout is torch.strided and not t.is_nested and not t.is_quantized
 
 
 def _all_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -238,7 +228,7 @@ def _all_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def argument_tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors that have a storage to follow."""
-    return (t for t in _all_tensors(value) if _plain(t))
+    return (t for t in _all_tensors(value) if is_plain(t))
 
 
 class _FunctionWatch(TorchFunctionMode):

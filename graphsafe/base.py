@@ -250,6 +250,8 @@ class BaseRuntime:
         ``keep``: called at the end; tensors born inside that stay (an optimizer's fresh state) and must go back to the
         value they had before they were first written. An error of the body is raised as rule ``eager-failed``.
         """
+        if one_capture.running_here:
+            raise error("out-of-order", "a warm-up inside a capture", remedy="Warm up before the capture.")
         generators = Generators(self.generators)
         saved = SavedState(births=keep is not None)
         watch = Watch(self.device, check=False, saved=saved)

@@ -10,23 +10,25 @@ Requirements
 3. Everything is checked before anything is written. After an error the callable is as it was.
 4. Outputs are the graph's static tensors, cut to the batch's own size: the next call overwrites them. They carry no
    autograd graph; a body that trains runs its backward inside.
-5. The same call with other host values is refused by name, unless they are declared static: then each has a graph.
-6. ``verify`` proves a call: eager, then poison, then replay, equal bit for bit, with all state put back.
+5. One call at a time: what a second thread would write into the static memory of the first is refused.
+6. The same call with other host values is refused by name, unless they are declared static: then each has a graph.
+7. ``verify`` proves a call: eager, then poison, then replay, equal bit for bit, with all state put back.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from graphsafe._location import caller
-from graphsafe._storage import key_of
+from graphsafe._storage import NOT_PLAIN, is_plain, key_of, kind_of
 from graphsafe.arena import Arena
 from graphsafe.bucket import Bucket
 from graphsafe.errors import error
@@ -58,6 +60,41 @@ class _Entry:
     figures: CaptureFigures | None = None
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _alone(method: _Method) -> _Method:
+    """A method that only one call at a time may run."""
+
+    @functools.wraps(method)
+    def alone(self: GraphedCallable, *args: Any, **kwargs: Any) -> Any:
+        if not self._in_use.acquire(blocking=False):
+            raise error(
+                "out-of-order",
+                f"{self.function!r} is called while another call of it runs",
+                why="Both would write the same static memory.",
+                remedy="Call it from one thread, or make a callable for each thread.",
+            )
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._in_use.release()
+
+    return cast(_Method, alone)
+
+
+_RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
+def _signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    if any(is_kind(function) for is_kind in _RUN_LATER):
+        raise error("argument", f"{function!r} runs nothing when it is called: a plain function is needed")
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError) as problem:
+        raise error("argument", f"the parameters of {function!r} are unknown: wrap it in a function") from problem
+
+
 class GraphedCallable:
     """What :func:`graphed` returns. Call it like the function; see the module's requirements."""
 
@@ -82,7 +119,8 @@ class GraphedCallable:
         self.buckets = tuple(sorted(buckets))
         self.on_overflow = on_overflow
         self.stats = Stats()
-        self._signature = inspect.signature(function)
+        self._in_use = threading.Lock()
+        self._signature = _signature_of(function)
         self._injected = _TABLES if _TABLES in self._signature.parameters else None
         self._declared = {k: Input(v) if isinstance(v, str) else v for k, v in inputs.items()}
         self._static_argnames = self._checked_names(static_argnames)
@@ -93,6 +131,7 @@ class GraphedCallable:
 
     # Use.
 
+    @_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Update and replay; captures first where this call's graph does not exist yet."""
         call = self._bind(args, kwargs)
@@ -105,6 +144,7 @@ class GraphedCallable:
         self._count(entry, call)
         return self._cut(entry, call)
 
+    @_alone
     def capture(self, *args: Any, **kwargs: Any) -> list[CaptureFigures]:
         """Capture every bucket with this example (cut to the bucket where it is larger). Returns their figures.
 
@@ -119,6 +159,7 @@ class GraphedCallable:
             found.append(entry.figures)
         return found
 
+    @_alone
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """The same call on the same static memory without a graph: what a replay is compared with (eager-fixed)."""
         call = self._bind(args, kwargs)
@@ -129,6 +170,7 @@ class GraphedCallable:
         result = _detached(entry.body())
         return result if entry.outputs is None else self._cut(entry, call, result)
 
+    @_alone
     def verify(self, *args: Any, **kwargs: Any) -> Verification:
         """Prove that replay equals eager on this call, bit for bit; raises PaddingError (replay-differs) if not."""
         call = self._bind(args, kwargs)
@@ -157,6 +199,8 @@ class GraphedCallable:
         call = bind_call(self._signature, args, kwargs, self._injected)
         call.values.update(_ambient(self.runtime.device.type))
         for path, t in call.tensors.items():
+            if not is_plain(t):
+                raise error("not-capturable", f"argument {path!r} is {kind_of(t)}", why=NOT_PLAIN)
             if t.device.type != self.runtime.device.type:
                 raise error(
                     "other-device", f"argument {path!r} is on {t.device}; the runtime's device is {self.runtime.device}"

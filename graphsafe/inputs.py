@@ -146,7 +146,10 @@ class InputPlan:
                 self.inputs[path] = Input("fixed")
             else:
                 self.inputs[path] = _infer(t, *sizes[group.boundaries])
-            if group is not None and self.inputs[path].kind in ("tokens", "sequences"):
+            kind, axis = self.inputs[path].kind, self.inputs[path].axis
+            if kind in ("tokens", "sequences") and not 0 <= axis < t.dim():
+                raise error("argument", f"inputs declares dimension {axis} of {path!r} as {kind}; it is {describe(t)}")
+            if group is not None and kind in ("tokens", "sequences"):
                 group.members.append(path)
         self.shapes = {path: tuple(t.shape) for path, t in call.tensors.items()}
         self.dtypes = {path: t.dtype for path, t in call.tensors.items()}

@@ -119,6 +119,18 @@ def memory_left_uninitialised_and_filled_later(runtime: Any) -> Body:
 
 
 @_body
+def shapes_changed_in_place(runtime: Any) -> Body:
+    x = data(runtime, 4)
+
+    def run() -> Any:
+        y = (x @ x.view(4, 1)).exp()  # squeezes in place
+        z = (x * 2).unsqueeze_(0).t_()
+        return y, z + 1, (x * 3).view(2, 2).transpose_(0, 1), (x * 1)[:2].clone().resize_(1).fill_(3.0)
+
+    return Body([x], run)
+
+
+@_body
 def conjugated_and_negated_views(runtime: Any) -> Body:
     x = data(runtime, 4, dtype=torch.complex64)
     outside = data(runtime, 4, seed=1, dtype=torch.complex64).conj()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 
 from graphsafe.bucket import Bucket
-from graphsafe.errors import CapacityError, UnsupportedError
+from graphsafe.errors import CapacityError, GraphSafeError, UnsupportedError
 from graphsafe.graphed import GraphedCallable, graphed
 from graphsafe.inputs import Input
 from graphsafe.testing.layouts import boundaries, layouts
-from graphsafe.testing.suite.checks import ProcessState, clone, data, refused, same
+from graphsafe.testing.suite.checks import ProcessState, Worker, clone, data, refused, same
 
 __all__ = ["GraphedSuite"]
 
@@ -240,6 +241,47 @@ class GraphedSuite:
     )
     def test_a_wrong_option_is_refused(self, runtime: Any, options: dict[str, Any]) -> None:
         refused("argument", graphed, lambda x: x, runtime=runtime, **options)
+
+    def test_what_runs_nothing_or_hides_its_parameters_is_refused(self, runtime: Any) -> None:
+        def steps(x: torch.Tensor) -> Iterator[torch.Tensor]:
+            yield x * 2
+
+        async def later(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        for function in (steps, later, torch.relu):
+            refused("argument", graphed, function, runtime=runtime)
+
+    def test_a_second_call_while_one_runs_is_refused(self, runtime: Any) -> None:
+        x = data(runtime, 3)
+        seen: list[BaseException | None] = []
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            if not seen:  # the first warm-up: another thread, then this one again
+                seen.append(worker.result())
+                refused("out-of-order", call, x)
+            return x * 2
+
+        call = graphed(body, runtime=runtime)
+        worker = Worker(lambda: call(x))
+        same(runtime, call(x), x * 2)
+        assert isinstance(seen[0], GraphSafeError)
+        assert seen[0].rule.name == "out-of-order"
+        assert Worker(lambda: call(x)).result() is None
+
+    def test_tokens_and_sequences_in_another_dimension(self, runtime: Any) -> None:
+        inputs = {"x": Input("tokens", dim=0), "state": Input("sequences", dim=1)}
+        call = graphed(
+            lambda x, state, cu_seqlens: (x * 2, state + 1), runtime=runtime, buckets=[_BUCKET], inputs=inputs
+        )
+        for lengths in ([5], [20, 7], [64]):
+            x, state = data(runtime, sum(lengths), 3), data(runtime, 2, len(lengths))
+            same(runtime, call(x, state, boundaries(lengths, device=runtime.device)), (x * 2, state + 1))
+        assert call.stats.captures == 1
+        wrong = graphed(
+            lambda x, cu_seqlens: x, runtime=runtime, buckets=[_BUCKET], inputs={"x": Input("tokens", dim=2)}
+        )
+        refused("argument", wrong, x, boundaries([64], device=runtime.device))
 
     def test_a_function_that_takes_tables_needs_boundaries_and_buckets(self, runtime: Any) -> None:
         x, cu = _batch(runtime, [5])

@@ -79,6 +79,15 @@ class OrderSuite:
 
         assert "capturing" in str(refused("out-of-order", replay_itself))
 
+    def test_a_warm_up_during_a_capture_is_refused(self, runtime: Any) -> None:
+        x = data(runtime, 4)
+
+        def warm_up_inside() -> None:
+            with runtime.capture():
+                runtime.warm_up(lambda: x * 2)
+
+        refused("out-of-order", warm_up_inside)
+
     def test_nothing_is_replayed_after_close(self, runtime: Any) -> None:
         x, total = data(runtime, 4), torch.zeros(4, device=runtime.device)
         runtime.warm_up(lambda: total.add_(x))
