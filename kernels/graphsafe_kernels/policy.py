@@ -75,7 +75,10 @@ class Policy:
 KINDS: dict[str, Policy] = {
     "sm_80": Policy("sm_80", ptx=True, cores=0, tables=TablePolicy(), conv=ConvPolicy()),
     "sm_90": Policy("sm_90", ptx=True, cores=0, tables=TablePolicy(), conv=ConvPolicy()),
-    "sm_100": Policy("sm_100", ptx=True, cores=0, tables=TablePolicy(), conv=ConvPolicy()),
+    # four channels a thread, as on sm_90, spills with two taps and every option
+    "sm_100": Policy(
+        "sm_100", ptx=True, cores=0, tables=TablePolicy(), conv=ConvPolicy(backward_block=128, backward_lane=64)
+    ),
     "ascend910b": Policy(
         "ascend910b",
         ptx=False,

@@ -1,12 +1,11 @@
-"""The backward of the short causal convolution, and the fixed-order sum of its weight gradients.
+"""The backward of the short causal convolution, up to the partial sums of its weight gradients.
 
 Requirements
 ------------
 1. A program walks down the rows of a slot with the last W - 1 inputs and pre-activation gradients in registers: x and
    dy are read once, but for W - 1 rows on either side, the activation is computed again, dx is written once.
 2. Tasks are numbered as in the forward, with the initial state's gradient as state tasks.
-3. dweight and dbias: a live slot writes one fp32 partial, and the second stage adds the live slots' in an order given
-   by their number. Neither depends on how much padding there is.
+3. dweight and dbias: a live slot writes one fp32 partial, which does not depend on how much padding there is.
 """
 
 import triton
@@ -27,7 +26,7 @@ from graphsafe_kernels.conv.rows import (
     store,
 )
 
-__all__ = ["conv_backward_kernel", "conv_reduce_kernel"]
+__all__ = ["conv_backward_kernel"]
 
 
 @triton.jit
@@ -337,41 +336,3 @@ def conv_backward_kernel(x, weight, bias, dy, dfinal, initial_state, dx, dresidu
                        cu_seqlens, chunk_indices, chunk_offsets, tokens, sequences, chunks, x_batch, dy_batch,
                        slot_tasks, D, W, WP, BT, BD, BS, U, X_ROW, DY_ROW, SILU, HAS_BIAS, HAS_RESIDUAL,
                        HAS_INITIAL, HAS_DFINAL, PACKED, PTX)
-
-
-@triton.jit
-def _reduce_task(task, partials, dweight, dbias, chunk_offsets, sequences, slots, D: tl.constexpr, W: tl.constexpr,
-                 BD: tl.constexpr, BS: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr):
-    BLOCKS: tl.constexpr = (D + BD - 1) // BD
-    age = task // BLOCKS
-    channel = (task % BLOCKS) * BD + tl.arange(0, BD)
-    keep = channel < D
-    live = slots
-    if PACKED:
-        live = tl.load(chunk_offsets + sequences).to(tl.int32)
-    lane = tl.arange(0, BS)
-    p = partials + lane.to(tl.int64)[:, None] * ((W + 1) * D) + (age * D + channel)[None, :]
-    sums = tl.zeros([BS, BD], tl.float32)
-    for s in range(0, live, BS):
-        sums += tl.load(p, mask=(s + lane < live)[:, None] & keep[None, :], other=0.0)
-        p += BS * (W + 1) * D
-    total = tl.sum(sums, 0)
-    if age < W:
-        tl.store(dweight + channel * W + (W - 1 - age), total.to(dweight.dtype.element_ty), mask=keep)
-    else:
-        if HAS_BIAS:
-            tl.store(dbias + channel, total.to(dbias.dtype.element_ty), mask=keep)
-
-
-@triton.jit(do_not_specialize=["sequences", "slots", "tasks"])
-def conv_reduce_kernel(partials, dweight, dbias, chunk_offsets, sequences, slots, tasks,
-                       D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, HAS_BIAS: tl.constexpr,
-                       PACKED: tl.constexpr, LOOP: tl.constexpr):
-    """dweight ``[D, W]`` and dbias ``[D]`` from the live slots' partials: BS running sums, slot s into sum s mod BS."""
-    pid = tl.program_id(0)
-    if LOOP:
-        for task in range(pid, tasks, tl.num_programs(0)):
-            _reduce_task(task, partials, dweight, dbias, chunk_offsets, sequences, slots, D, W, BD, BS, HAS_BIAS,
-                         PACKED)
-    else:
-        _reduce_task(pid, partials, dweight, dbias, chunk_offsets, sequences, slots, D, W, BD, BS, HAS_BIAS, PACKED)

@@ -19,8 +19,9 @@ import torch
 
 from graphsafe.errors import error
 from graphsafe.metadata import ChunkTables
-from graphsafe_kernels.conv.backward_kernels import conv_backward_kernel, conv_reduce_kernel
+from graphsafe_kernels.conv.backward_kernels import conv_backward_kernel
 from graphsafe_kernels.conv.forward_kernels import conv_forward_kernel
+from graphsafe_kernels.conv.reduce_kernels import conv_reduce_kernel
 from graphsafe_kernels.launch import PreparedLaunch
 from graphsafe_kernels.policy import ConvPolicy, policy_for
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from graphsafe_kernels.conv.backward_kernels import conv_backward_kernel, conv_reduce_kernel
+from graphsafe_kernels.conv.backward_kernels import conv_backward_kernel
 from graphsafe_kernels.conv.forward_kernels import conv_forward_kernel
 from graphsafe_kernels.conv.launch import MAX_TAPS, backward_options, forward_options, reduce_options
+from graphsafe_kernels.conv.reduce_kernels import conv_reduce_kernel
 from graphsafe_kernels.policy import Policy
 from graphsafe_kernels.shipped import Shipped, pointer
 
