@@ -1,0 +1,301 @@
+"""Checks KDA's kernels against fp64 and times them on one GPU, next to flash-linear-attention where it is installed.
+
+    python benchmarks/kda.py --json kda.json                  # checks, kernels one by one, replays of every shape
+    python benchmarks/kda.py --sections check,kernels --shape 4096x32 --vary gradient_block=16,32
+
+Sections: stages (what the preparation writes, against fp64: a miscompiled kernel shows here first), check, kernels,
+replay.
+
+Times are microseconds. Replays: medians of a captured graph, 256 MB written before each sample, the arms of a shape in
+turn; *idle* waits for the device before a replay is asked for, *queued* asks for it behind the write. Kernels one by
+one: the device's own times in the profiler, means over eager calls. H = HV, K = V = 128, bf16, l2norm and gate in the
+kernel, lower bound -5, safe gate or not, initial and final state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from graphsafe_kernels.delta_rule import make_options
+from graphsafe_kernels.kda import autograd, launch
+from graphsafe_kernels.reference import kda as reference
+from graphsafe_kernels.tables import build_tables
+
+try:
+    os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    from fla.ops.kda import chunk_kda as fla_chunk_kda
+except ImportError:
+    fla_chunk_kda = None
+
+WIDTH = 128
+SHAPES = ("512x1", "1024x4", "4096x1", "4096x32", "8192x1")
+INPUTS = ("usual", "alike", "doubled", "open", "bound", "silent")
+NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+
+
+def layout(tokens: int, sequences: int, seed: int = 0) -> list[int]:
+    """Random cuts of ``tokens`` into ``sequences``."""
+    rng = random.Random(seed)
+    return [0, *sorted(rng.sample(range(1, tokens), sequences - 1)), tokens]
+
+
+class Case:
+    """One call: operands, gradients of the outputs, and options.
+
+    ``inputs``: "usual"; "alike": keys 99.9 % alike; "doubled": beta up to 2, keys 90 % alike; "open" and "bound": gates
+    at 0 and at -5; "silent": every seventh beta exactly 0.
+    """
+
+    def __init__(self, tokens: int, sequences: int, heads: int, *, safe: bool = True, inputs: str = "usual",
+                 dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
+        self.generator = torch.Generator("cuda").manual_seed(seed)
+        shape = (1, tokens, heads, WIDTH)
+        q, k, v, g, do = (self.normal(*shape).to(dtype) for _ in range(5))
+        beta = torch.rand(shape[:3], device="cuda", generator=self.generator)
+        share = {"alike": 0.999, "doubled": 0.9}.get(inputs)
+        if share is not None:
+            k = (share * self.normal(1, 1, heads, WIDTH) + (1 - share**2) ** 0.5 * k.float()).to(dtype)
+        if inputs == "doubled":
+            beta = 1.0 + 0.95 * beta
+        if inputs == "silent":
+            beta[:, ::7] = 0
+        if inputs in ("open", "bound"):
+            g = torch.full_like(g, -30.0 if inputs == "open" else 30.0)
+        A_log = torch.log(1 + 15 * torch.rand(heads, device="cuda", generator=self.generator))
+        bias = self.normal(heads * WIDTH)
+        state, dstate = (self.normal(sequences, heads, WIDTH, WIDTH) for _ in range(2))
+        self.operands = [q, k, v, g, beta.to(dtype), A_log, bias, state]
+        self.gradients = [do, dstate]
+        self.cu_seqlens = torch.tensor(layout(tokens, sequences), device="cuda", dtype=torch.int32)
+        self.options = make_options(scale=None, key_width=WIDTH, use_beta_sigmoid=False, allow_neg_eigval=False,
+                                    output_final_state=True, qk_l2norm=True, gate_in_kernel=True, lower_bound=-5.0,
+                                    safe_gate=safe, use_graph=True)  # fmt: skip
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=self.generator)
+
+    def leaves(self, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        return [(t if dtype is None else t.to(dtype)).detach().requires_grad_() for t in self.operands]
+
+    def forward(self, operands: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        tables = build_tables(self.cu_seqlens, operands[0].shape[1])
+        return autograd.chunk_kda(*operands, tables, self.options)
+
+    def both(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = self.forward(operands)
+        return [*outputs, *torch.autograd.grad(outputs, operands, self.gradients)]
+
+    def exact(self) -> list[torch.Tensor]:
+        """Outputs and gradients in fp64."""
+        operands = self.leaves(torch.float64)
+        tables = build_tables(self.cu_seqlens, operands[0].shape[1])
+        outputs = reference.chunk_kda(*operands, tables, self.options)
+        found = torch.autograd.grad(outputs, operands, [g.double() for g in self.gradients])
+        return [*(t.detach() for t in outputs), *found]
+
+    def peer(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same by flash-linear-attention, in its own graph mode."""
+        q, k, v, g, beta, A_log, dt_bias, state = operands
+        outputs = fla_chunk_kda(q, k, v, g, beta, initial_state=state, output_final_state=True, A_log=A_log,
+                                dt_bias=dt_bias, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+                                safe_gate=self.options.safe_gate, lower_bound=-5.0, use_graph=True,
+                                cu_seqlens=self.cu_seqlens.long(),
+                                max_num_seqs=self.cu_seqlens.shape[0] - 1)[:2]  # fmt: skip
+        return [*outputs, *torch.autograd.grad(outputs, operands, self.gradients)]
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative root mean square; NaN stays NaN."""
+    return ((got.double() - want).norm() / (want.norm() + 1e-30)).item()
+
+
+def errors(got: list[torch.Tensor], want: list[torch.Tensor]) -> dict[str, str]:
+    """The relative errors of outputs and gradients, by name."""
+    names = ("o", "ht", *(f"d{n}" for n in NAMES))
+    return {n: f"{relative(a, b):.1e}" for n, a, b in zip(names, got, want, strict=True)}
+
+
+def stages(case: Case) -> dict[str, str]:
+    """The worst error of each intermediate of the preparation over all slots, against the formulas in fp64."""
+    x = launch.Operands(*case.operands)
+    tables = build_tables(case.cu_seqlens, x.q.shape[1])
+    problem = autograd._problem(x.q, x.v, tables, case.options)
+    _, kept = launch.forward(problem, tables, x, None, None, True)
+    heads, boundaries = x.v.shape[2], case.cu_seqlens.tolist()
+    q, k = x.q[0].double(), x.k[0].double()
+    qh, kh = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
+    z = x.g[0].double() + x.dt_bias.double().view(heads, WIDTH)
+    g = -5 * torch.sigmoid(x.A_log.double().exp()[:, None] * z)
+    worst: dict[str, float] = {}
+    for slot, (n, chunk) in enumerate(tables.chunk_indices.tolist()):
+        if n < 0:
+            continue
+        first = boundaries[n] + chunk * case.options.chunk_size
+        rows = slice(first, min(boundaries[n + 1], first + case.options.chunk_size))
+        G, ks, qs, kn, qn = (t[rows].transpose(0, 1) for t in (g.cumsum(0) - g[:first].sum(0), k, q, kh, qh))
+        between = (G[:, :, None] - G[:, None]).clamp(max=0).exp()
+        P = case.options.scale * torch.einsum("hik,hjk,hijk->hij", qn, kn, between).tril()
+        C = torch.einsum("hik,hjk,hijk->hij", kn, kn, between).tril(-1)
+        size = C.shape[-1]
+        system = torch.eye(size, device="cuda", dtype=torch.float64) + C * x.beta[0, rows].double().t()[:, None]
+        want = {"kg": ks * G.exp(), "qg": qs * G.exp(), "kd": ks * (G[:, -1:] - G).exp(), "scores": P,
+                "correction": -torch.linalg.solve(system, C)}  # fmt: skip
+        for name, w in want.items():
+            got = getattr(kept, name)[slot][:, :size]
+            error = relative(got[..., :size] if name in ("scores", "correction") else got, w)
+            worst[name] = max(worst.get(name, 0.0), error) if error == error else error
+    return {n: f"{e:.1e}" for n, e in worst.items()}
+
+
+def kernel_times(call: Any, repeats: int = 5) -> dict[str, float]:
+    """Median device time of each kernel of a call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+    seen: dict[str, list[float]] = {}
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            seen.setdefault(event.name[:40], []).append(event.device_time)
+    return {n: round(sum(t) / repeats, 1) for n, t in sorted(seen.items(), key=lambda x: -sum(x[1]))}
+
+
+def capture(call: Any) -> torch.cuda.CUDAGraph:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graph.kept = call()  # type: ignore[attr-defined]
+    return graph
+
+
+def replay_times(arms: dict[str, Any], samples: int = 21) -> dict[str, str]:
+    """Median replay of each arm: ``idle / queued``."""
+    flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    graphs = {name: capture(call) for name, call in arms.items()}
+    found: dict[tuple[str, bool], list[float]] = {}
+    for turn, queued in itertools.product(range(samples), (False, True)):
+        for name in list(graphs)[:: 1 if turn % 2 else -1]:
+            flush.zero_()
+            if not queued:
+                torch.cuda.synchronize()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graphs[name].replay()
+            end.record()
+            end.synchronize()
+            found.setdefault((name, queued), []).append(start.elapsed_time(end) * 1e3)
+    median = {key: statistics.median(t) for key, t in found.items()}
+    return {name: f"{median[name, False]:.1f} / {median[name, True]:.1f}" for name in graphs}
+
+
+def with_choices(choices: dict[str, Any]) -> None:
+    """Let every later call use these fields of the configuration instead of the table's."""
+    launch.choose = lambda *args: dataclasses.replace(_choose(*args), **choices)  # type: ignore[attr-defined]
+
+
+_choose = launch.choose  # type: ignore[attr-defined]
+
+
+def variants(vary: list[str]) -> list[dict[str, Any]]:
+    """The table's choice, then each value of each ``field=value,value`` by itself."""
+    found: list[dict[str, Any]] = [{}]
+    for item in vary:
+        name, values = item.split("=")
+        found += [dict(zip(name.split("+"), [None if x == "None" else int(x) for x in v.split("+")], strict=True))
+                  for v in values.split(",")]  # fmt: skip
+    return found
+
+
+def warm(choices: dict[str, Any], safe: bool, sequences: int) -> str:
+    """Compile a variant's kernels, in a process of its own."""
+    try:
+        with_choices(choices)
+        case = Case(256, sequences, 2, safe=safe)
+        case.both(case.leaves())
+        torch.cuda.synchronize()
+    except Exception as e:  # a variant that does not compile is reported where it is timed
+        return f"{choices} safe={safe} sequences={sequences}: {e!r}"[:300]
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sections", default="stages,check,kernels,replay")
+    parser.add_argument("--shape", action="append")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--vary", action="append", default=[])
+    parser.add_argument("--warm", type=int, default=0, help="processes that compile the variants beforehand")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    began = time.time()
+    records: list[dict[str, Any]] = []
+
+    def emit(**record: Any) -> None:
+        print(f"[{time.time() - began:5.0f}s]", *record.values(), flush=True)
+        records.append(record)
+        if args.json:
+            Path(args.json).write_text(json.dumps(records, indent=1))
+
+    chosen = variants(args.vary)
+    if args.warm:
+        work = [(c, s, n) for c in chosen for s in (True, False) for n in (1, 200) if not c or (s and n == 1)]
+        with multiprocessing.get_context("spawn").Pool(args.warm) as pool:
+            for problem in filter(None, pool.starmap(warm, work)):
+                emit(section="warm", problem=problem)
+    emit(section="device", name=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
+         ptxas=os.environ.get("TRITON_PTXAS_PATH", "Triton's"))  # fmt: skip
+    shapes = [tuple(map(int, s.split("x"))) for s in args.shape or SHAPES]
+    if "stages" in args.sections:
+        for choices, safe in itertools.product(chosen, (True, False)):
+            with_choices(choices)
+            emit(section="stages", choices=f"{choices} safe={safe}", errors=stages(Case(192, 3, 2, safe=safe)))
+    if "check" in args.sections:
+        with_choices({})
+        for safe, inputs in itertools.product((True, False), INPUTS):
+            case = Case(1024, 4, 4, safe=safe, inputs=inputs)
+            want = case.exact()
+            emit(section="check", inputs=f"{inputs} safe={safe}", errors=errors(case.both(case.leaves()), want))
+            if fla_chunk_kda is not None:
+                emit(section="check", inputs=f"{inputs} safe={safe} fla", errors=errors(case.peer(case.leaves()), want))
+        for choices in chosen[1:]:
+            with_choices(choices)
+            case = Case(1024, 4, 4)
+            emit(section="check", choices=choices, errors=errors(case.both(case.leaves()), case.exact()))
+    if "kernels" in args.sections:
+        for (tokens, sequences), choices in itertools.product(shapes, chosen):
+            with_choices(choices)
+            case = Case(tokens, sequences, args.heads)
+            times = kernel_times(functools.partial(case.both, case.leaves()))
+            emit(section="kernels", shape=f"{tokens}x{sequences}", choices=choices, us=times)
+    if "replay" in args.sections:
+        with_choices({})
+        for (tokens, sequences), safe in itertools.product(shapes, (True, False)):
+            case = Case(tokens, sequences, args.heads, safe=safe)
+            leaves = case.leaves()
+            arms = {"forward": functools.partial(case.forward, case.operands),
+                    "both": functools.partial(case.both, leaves)}  # fmt: skip
+            if fla_chunk_kda is not None:
+                arms["fla both"] = functools.partial(case.peer, leaves)
+            emit(section="replay", shape=f"{tokens}x{sequences} safe={safe}", us=replay_times(arms))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The per-channel gate of KDA: its log in base 2, its derivative, and the terms of its parameters' gradients.
+
+Sources: mathematics of the operators, options ``use_gate_in_kernel`` (both forms), ``A_log`` omitted, ``lower_bound``.
+
+Requirements
+------------
+1. ``GATE`` is 0 for a given log gate, 1 for ``-exp(A_log) softplus(x + b)``, 2 for ``lb sigmoid(exp(A_log) (x + b))``.
+   An omitted ``A_log`` is a factor of exactly 1, an omitted bias one of exactly 0.
+2. Saturated gates, and their gradients, are finite: the factor stops at the largest finite number, the log gate at
+   ``LOWEST``, where a decay is exactly zero.
+"""
+
+import triton
+import triton.language as tl
+
+from graphsafe_kernels.delta.gate_kernels import LOG2E, softplus
+
+LOWEST: tl.constexpr = tl.constexpr(-160.0)
+"""The least log gate in base 2: 2^-160 is zero in fp32, and sums over a chunk stay small enough to be exact enough."""
+LARGEST: tl.constexpr = tl.constexpr(2.3e38)
+"""The largest factor exp(A_log): finite in fp32, also times log2(e)."""
+
+
+@triton.jit
+def scaled_sigmoid(x, factor):
+    """1 / (1 + exp(-factor x)) with its limits, to 3e-7: a square of an inverse root takes no division."""
+    r = tl.rsqrt(1.0 + tl.exp2(x * (factor * (0.0 - LOG2E))))
+    return r * r
+
+
+@triton.jit
+def gate_factor(A_log, hv, SCALED: tl.constexpr):
+    """exp(A_log) of one head, finite; 1 without ``A_log``."""
+    factor = 1.0
+    if SCALED:
+        factor = tl.minimum(tl.exp(tl.load(A_log + hv).to(tl.float32)), LARGEST)
+    return factor
+
+
+@triton.jit
+def log_decay(z, factor, bound, GATE: tl.constexpr):
+    """The log gate in base 2 of z (fp32): the gate's input with its bias, or the log gate itself."""
+    if GATE == 0:
+        z *= LOG2E
+    if GATE == 1:
+        z = softplus(z) * (factor * (0.0 - LOG2E))
+    if GATE == 2:
+        z = scaled_sigmoid(z, factor) * (bound * LOG2E)
+    return tl.where(z < LOWEST, LOWEST, z)
+
+
+@triton.jit
+def gate_gradient(z, dg, factor, bound, GATE: tl.constexpr):
+    """(dx, dA) of the gate's input with its bias z and the gradient dg of the natural log gate."""
+    if GATE == 1:
+        dx = dg * (-factor * scaled_sigmoid(z, 1.0))
+        dA = dg * tl.maximum(-factor * softplus(z), -LARGEST)
+    else:
+        s = scaled_sigmoid(z, factor)
+        dx = dg * (bound * s * (1.0 - s)) * factor
+        dA = dx * z
+    return dx, dA
+
+
+@triton.jit
+def load_gate(g, dt_bias, row, rows, hv, column, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+              BK: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    """z ``[BT, BK]`` fp32 of one head's channels from ``column``: the gate's input with its bias; 0 outside."""
+    i = tl.arange(0, BT)
+    c = column + tl.arange(0, BK)
+    mask = (i < rows)[:, None] & (c < K)[None, :]
+    at = g + (row + i)[:, None] * (HV * K) + hv * K + c[None, :]
+    z = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        z += tl.load(dt_bias + hv * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
+    return z

@@ -1,0 +1,344 @@
+"""KDA's kernels: values against the fp64 reference, and the graph contract bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from graphsafe_kernels import backend
+from graphsafe_kernels.kda import autograd, chunk_kda, launch
+
+from graphsafe.errors import MetadataError
+from graphsafe.metadata import build_tables
+
+NAN = float("nan")
+# relative rms allowed against fp64, (outputs and states, gradients)
+TOLERANCE = {torch.float32: (1e-5, 2e-5), torch.float16: (2e-3, 4e-3), torch.bfloat16: (5e-3, 2e-2)}
+ROWS = ("q", "k", "v", "g", "beta", "do")
+INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """The operator is served by its kernels, on any device."""
+    monkeypatch.setitem(backend.TRITON, "chunk_kda", autograd.__name__)
+    backend._load.cache_clear()
+    yield
+    backend._load.cache_clear()
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """``configured(field=value)`` replaces fields of every configuration chosen from then on."""
+    chosen = launch.choose
+    return lambda **fields: monkeypatch.setattr(
+        launch, "choose", lambda *key: dataclasses.replace(chosen(*key), **fields)
+    )
+
+
+def batch(device, lengths, *, heads=1, group=1, key=16, value=16, dtype=torch.float32, padding=0, unused=0, seed=0,
+          dense=False, gate=False, A_log=True, v_first=False, strength=1.0):  # fmt: skip
+    """Operands of one call; ``padding`` rows behind the live ones hold NaN, in gradients too."""
+    generator = torch.Generator().manual_seed(seed)
+    randn = functools.partial(torch.randn, generator=generator)
+    total, value_heads = sum(lengths), heads * group
+    shape = (len(lengths), lengths[0]) if dense else (1, total)
+    states = (len(lengths), value_heads, *((value, key) if v_first else (key, value)))
+    given = -strength * torch.rand(*shape, value_heads, key, generator=generator)
+    b = SimpleNamespace(
+        q=randn(*shape, heads, key).to(dtype), k=randn(*shape, heads, key).to(dtype),
+        v=randn(*shape, value_heads, value).to(dtype), g=randn(*shape, value_heads, key) if gate else given,
+        beta=randn(*shape, value_heads) if gate else 2 * torch.rand(*shape, value_heads, generator=generator),
+        initial_state=randn(*states), do=randn(*shape, value_heads, value).to(dtype), dfinal=randn(*states),
+        A_log=randn(value_heads) if gate and A_log else None, dt_bias=randn(value_heads * key) if gate else None,
+        cu=None, total=total,
+    )  # fmt: skip
+    if not gate:
+        b.beta[:, ::5] = 0  # an ordinary value
+    if not dense:
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
+        b.cu = torch.cat([ends, ends[-1:].expand(unused)]).to(torch.int32).to(device)
+        for name in ROWS:
+            t = getattr(b, name)
+            setattr(b, name, torch.cat([t, t.new_full((1, padding, *t.shape[2:]), NAN)], 1))
+        for name in ("initial_state", "dfinal"):
+            t = getattr(b, name)
+            setattr(b, name, torch.cat([t, randn(unused, *states[1:])]))
+    for name, t in vars(b).items():
+        if isinstance(t, torch.Tensor):
+            setattr(b, name, t.to(device))
+    return b
+
+
+def run(b, *, dtype=None, **options):
+    """Outputs and gradients by name; ``dtype`` fp64 is the reference, on live rows alone."""
+    leaves = {name: getattr(b, name) for name in INPUTS if getattr(b, name) is not None}
+    seeds = [b.do, b.dfinal]
+    if dtype is not None:
+        rows = slice(None) if b.cu is None else slice(b.total)
+        cut = lambda name, t: (t[:, rows] if name in ROWS else t).to(dtype)  # noqa: E731
+        leaves = {name: cut(name, t) for name, t in leaves.items()}
+        seeds = [cut("do", b.do), cut("", b.dfinal)]
+    leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
+    o, final = chunk_kda(**leaves, output_final_state=True, **{"cu_seqlens": b.cu, "chunk_size": 32, **options})
+    gradients = torch.autograd.grad([o, final], list(leaves.values()), seeds)
+    return {"o": o.detach(), "final": final.detach(),
+            **{"d" + name: x for name, x in zip(leaves, gradients, strict=True)}}  # fmt: skip
+
+
+def per_token(name):
+    return name in ("o", "dq", "dk", "dv", "dg", "dbeta")
+
+
+def live(b, out):
+    return {name: t[:, : b.total] if per_token(name) and b.cu is not None else t for name, t in out.items()}
+
+
+def assert_close(want, got, dtype):
+    """Relative rms by name; NaN never passes."""
+    assert want.keys() == got.keys()
+    error = {n: ((w - got[n].double()).norm() / (w.norm() + 1e-8)).item() for n, w in want.items()}
+    outputs, gradients = TOLERANCE[dtype]
+    assert all(e <= (gradients if n.startswith("d") else outputs) for n, e in error.items()), error
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different, different
+
+
+NORMED = {"use_qk_l2norm_in_kernel": True}
+SOFTPLUS = {**NORMED, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+BOUNDED = {**NORMED, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "lower_bound": -5.0}
+SAFE = {**BOUNDED, "safe_gate": True}
+CASES = {
+    "given gate, padding": (dict(lengths=[20, 0, 35, 5], padding=41), NORMED),
+    "softplus gate, negative eigenvalues": (dict(lengths=[20, 33], padding=40, gate=True), SOFTPLUS),
+    "softplus gate without A_log": (dict(lengths=[33], gate=True, A_log=False), SOFTPLUS),
+    "bounded gate": (dict(lengths=[37], gate=True), BOUNDED),
+    "bounded gate without A_log": (dict(lengths=[20], gate=True, A_log=False, padding=1), BOUNDED),
+    "dense, odd widths": (dict(lengths=[37, 37], dense=True, key=24, value=20, gate=True), SOFTPLUS),
+    "states v first": (dict(lengths=[18, 3], v_first=True, value=32), {**NORMED, "state_v_first": True}),
+    "three value heads": (dict(lengths=[17, 20], group=3, padding=20), NORMED),
+    "two heads": (dict(lengths=[17], heads=2), {**NORMED, "scale": -0.3}),
+    "no l2norm": (dict(lengths=[37]), {}),
+    "kept intermediates": (dict(lengths=[40, 9], gate=True), {**SOFTPLUS, "disable_recompute": True}),
+    "chunk 64": (dict(lengths=[70, 9], padding=70), {**NORMED, "chunk_size": 64}),
+    "strong gates": (dict(lengths=[40], strength=1000.0), NORMED),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_padding(device, name):
+    """Outputs and every gradient are the reference's; padding rows are zero whatever the padding held."""
+    sizes, options = CASES[name]
+    b = batch(device, **sizes)
+    if not options.get("use_qk_l2norm_in_kernel"):
+        b.q, b.k = (torch.nn.functional.normalize(x, dim=-1) for x in (b.q, b.k))
+    got = run(b, **options)
+    assert_close(run(b, dtype=torch.float64, **options), live(b, got), torch.float32)
+    for key, t in got.items():
+        if per_token(key) and b.cu is not None:
+            assert (t[:, b.total :] == 0).all(), key
+
+
+@pytest.mark.parametrize("options", [NORMED, SAFE, {**SAFE, "chunk_size": 64}], ids=["general", "safe", "safe 64"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(device, dtype, options):
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        dtype = torch.float16  # the interpreter's bf16 products are wrong; the same test runs on devices
+    b = batch(device, [40, 23], dtype=dtype, padding=3, gate=options is not NORMED)
+    got = run(b, **options)
+    assert_close(run(b, dtype=torch.float64, **options), live(b, got), dtype)
+    assert got["o"].dtype == got["dq"].dtype == dtype
+    assert got["final"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("x", [-30.0, 30.0, 1e4, -1e4])
+def test_saturated_gates(device, x):
+    """A gate at either end, in both half-precision paths, is accurate and its gradients are finite."""
+    for options in (SAFE, SOFTPLUS):
+        b = batch(device, [37], dtype=torch.float16, gate=True)
+        b.g = torch.full_like(b.g, x)
+        got, want = run(b, **options), run(b, dtype=torch.float64, **options)
+        assert all(torch.isfinite(t).all() for t in got.values())
+        small = ("dg", "dA_log", "ddt_bias")  # vanishing where the gate is saturated
+        keep = lambda out: {n: t for n, t in out.items() if n not in small}  # noqa: B023, E731
+        assert_close(keep(want), keep(got), torch.float16)
+
+
+@pytest.mark.parametrize("gate", [-1e4, -float("inf")])
+def test_forgetting_everything(device, gate):
+    """Single tokens that forget the state leave everything finite and right."""
+    b = batch(device, [37])
+    b.g[:, 3:9] = gate
+    got = run(b, **NORMED)
+    b.g = b.g.clamp(min=-500)  # the reference differentiates exp(-inf)
+    assert_close(run(b, dtype=torch.float64, **NORMED), got, torch.float32)
+
+
+@pytest.mark.parametrize("beta", [1.0, 1.9, 2.0])
+def test_near_identical_keys(device, beta):
+    b = batch(device, [64], dtype=torch.float16)
+    b.k = (b.k[:, :1] + 0.03 * b.k).contiguous()
+    b.beta = torch.full_like(b.beta, beta)
+    b.g = torch.full_like(b.g, -0.01)
+    options = {**NORMED, "chunk_size": 64}
+    want, got = run(b, dtype=torch.float64, **options), run(b, **options)
+    error = {n: ((w - got[n].double()).norm() / w.norm()).item() for n, w in want.items()}
+    # at 2 every token is a reflection: what the first ones' rounding leaves never decays
+    assert max(error.values()) < (1e-2 if beta < 2 else 1.5e-2), error
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.float32, NORMED), (torch.float16, SAFE)], ids=["general", "safe"]
+)
+def test_later_tokens_change_nothing(device, dtype, options):
+    """A prefix is bit-equal whatever follows it, also inside a chunk and inside a tile of 16 tokens."""
+    b = batch(device, [45], dtype=dtype, gate=options is SAFE)
+    whole = chunk_kda(**{n: getattr(b, n) for n in INPUTS}, cu_seqlens=b.cu, chunk_size=32, **options)[0]
+    for cut in (3, 24, 40):
+        for name in ROWS:
+            t = getattr(b, name)
+            t[:, cut:] = -3 * t[:, cut:] if name != "g" or options is SAFE else t[:, cut:] * 0.1
+        changed = chunk_kda(**{n: getattr(b, n) for n in INPUTS}, cu_seqlens=b.cu, chunk_size=32, **options)[0]
+        assert torch.equal(whole[:, :cut], changed[:, :cut]), cut
+        assert not torch.equal(whole[:, cut:], changed[:, cut:])
+        b = batch(device, [45], dtype=dtype, gate=options is SAFE)
+
+
+@pytest.mark.parametrize("options", [NORMED, SAFE], ids=["general", "safe"])
+def test_a_poisoned_sequence_stays_by_itself(device, options):
+    """Rows of another sequence, taken along by block loads, hold NaN and change not a bit."""
+    lengths = [20, 13, 18]
+    clean, dirty = (batch(device, lengths, gate=options is SAFE, dtype=torch.float16) for _ in range(2))
+    for name in ROWS:
+        getattr(dirty, name)[:, 20:33] = NAN
+    for name in ("initial_state", "dfinal"):
+        getattr(dirty, name)[1] = NAN
+    want, got = run(clean, **options), run(dirty, **options)
+    for name in want:
+        if name in ("dA_log", "ddt_bias"):
+            continue  # sums over all sequences
+        for a, z in ((0, 20), (33, 51)):
+            x, y = (t[name][:, a:z] if per_token(name) else t[name][[0, 2]] for t in (want, got))
+            assert torch.equal(x, y), name
+
+
+def test_padding_does_not_change_a_bit(device):
+    """The same live batch in larger and larger buckets: the same bits, in sums over slots too."""
+    want = None
+    for padding, unused in ((0, 0), (40, 0), (3, 2)):
+        b = batch(device, [34, 5], gate=True, padding=padding, unused=unused)
+        got = live(b, run(b, **SOFTPLUS))
+        got = {n: t[:2] if n in ("final", "dinitial_state") else t for n, t in got.items()}
+        want = want or got
+        assert_same(want, got)
+
+
+def test_graph_mode_tables_and_repetition(device):
+    """Graph mode, the caller's tables, intermediates kept or made again, a second run: the same bits."""
+    b = batch(device, [20, 0, 13], gate=True, padding=9)
+    want = run(b, **SOFTPLUS)
+    assert_same(want, run(b, **SOFTPLUS))
+    assert_same(want, run(b, **SOFTPLUS, use_graph=True, max_num_seqs=3))
+    assert_same(want, run(b, **SOFTPLUS, disable_recompute=True))
+    tables = build_tables(b.cu, b.q.shape[1], 32)
+    assert_same(want, run(b, **SOFTPLUS, chunk_indices=tables.chunk_indices, chunk_offsets=tables.chunk_offsets))
+
+
+def test_unwritten_memory_is_never_read(device, monkeypatch):
+    """Every allocation starts as NaN; results and padding are the same bits as without."""
+    b = batch(device, [34, 0, 3], gate=True, padding=40, unused=1, group=2)
+    want = run(b, **SOFTPLUS)
+    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+    poison = lambda t: t.fill_(NAN) if t.is_floating_point() else t  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+    assert_same(want, run(b, **SOFTPLUS))
+
+
+def test_omitted_A_log_is_a_unit_scale(device):
+    b = batch(device, [20], gate=True, A_log=False)
+    want = run(b, **SOFTPLUS)
+    b.A_log = torch.zeros(1, device=device)
+    got = run(b, **SOFTPLUS)
+    del got["dA_log"]
+    assert_same(want, got)
+
+
+def test_intermediate_states(device):
+    """The state at the start of every chunk, zero in unused slots, either way round."""
+    b = batch(device, [40, 0, 5], padding=40, unused=1)
+    inputs = {n: getattr(b, n) for n in INPUTS}
+    with torch.inference_mode():
+        _, final, states = chunk_kda(**inputs, cu_seqlens=b.cu, chunk_size=32, output_final_state=True,
+                                     return_intermediate_states=True, **NORMED)  # fmt: skip
+        head = {n: t[:, :32] if n in ROWS else t for n, t in inputs.items() if t is not None}
+        head["initial_state"] = b.initial_state[:1]
+        first = chunk_kda(**head, chunk_size=32, output_final_state=True, **NORMED)[1]
+        inputs["initial_state"] = b.initial_state.transpose(-1, -2)
+        turned = chunk_kda(**inputs, cu_seqlens=b.cu, chunk_size=32, return_intermediate_states=True,
+                           state_v_first=True, **NORMED)[2]  # fmt: skip
+    assert states.shape == (1, 6, 1, 16, 16)
+    assert torch.equal(states[0, 0], b.initial_state[0])
+    assert torch.equal(states[0, 1], first[0])
+    assert torch.equal(states[0, 2], b.initial_state[2])
+    assert (states[0, 3:] == 0).all()
+    assert torch.equal(turned, states.transpose(-1, -2))
+    assert torch.equal(final[1], b.initial_state[1])
+
+
+def test_no_tokens(device):
+    """Without a token every state, and its gradient, is handed through."""
+    for lengths, dense in (([0, 0], False), ([0, 0], True)):
+        b = batch(device, lengths, dense=dense, gate=True)
+        got = run(b, **SOFTPLUS)
+        assert torch.equal(got["final"], b.initial_state)
+        assert torch.equal(got["dinitial_state"], b.dfinal)
+        assert (got["dA_log"] == 0).all()
+        assert (got["ddt_bias"] == 0).all()
+
+
+def test_launches(device, launches):
+    """Two launches forward and five backward, tables apart; four where the intermediates are kept."""
+    b = batch(device, [40, 3], gate=True)
+    count = lambda: [n for n in launches if n != "chunk_tables_kernel"]  # noqa: E731
+    run(b, **SOFTPLUS)
+    assert len(count()) == 2 + 5, launches
+    launches.clear()
+    run(b, **SOFTPLUS, disable_recompute=True)
+    assert len(count()) == 2 + 4, launches
+
+
+def test_replay_follows_the_layout(device, capture):
+    """A captured forward and backward serves other layouts of its bucket, bit for bit."""
+    b = batch(device, [20, 13], gate=True)
+    graph = capture(lambda: run(b, **SOFTPLUS, use_graph=True))
+    for lengths in ([20, 13], [3, 10], [33, 0], [0, 0]):
+        new = batch(device, lengths, gate=True, padding=33 - sum(lengths), seed=sum(lengths))
+        for name, t in vars(new).items():
+            if isinstance(t, torch.Tensor):
+                getattr(b, name).copy_(t)
+        assert_same(run(new, **SOFTPLUS), graph.replay())
+
+
+def test_several_blocks(device, configured):
+    """Several blocks of K and of V: the same values."""
+    b = batch(device, [40, 7], key=32, value=40, padding=5, gate=True)
+    want = run(b, dtype=torch.float64, **SOFTPLUS)
+    configured(chain_block=16, clear_block=16, prepare_block=16, product_block=16, gradient_block=16)
+    assert_close(want, live(b, run(b, **SOFTPLUS)), torch.float32)
+
+
+def test_changed_boundaries_are_noticed(device):
+    b = batch(device, [20])
+    q = b.q.requires_grad_()
+    o, _ = chunk_kda(q, b.k, b.v, b.g, b.beta, cu_seqlens=b.cu)
+    b.cu[1] = 5
+    with pytest.raises(MetadataError):
+        o.sum().backward()
