@@ -292,9 +292,10 @@ class GraphedCallable:
         if entry.graph is not None:
             return
         bucket = entry.bucket if self.buckets else None
+        pinned = set() if bucket is None else entry.plan.pinned(bucket.tokens, bucket.sequences)
         begin = time.perf_counter()
         outputs = OutputPlan.probe(
-            self.runtime, entry.probe, entry.body, bucket, keep=self._keep, iterations=self._warm_up
+            self.runtime, entry.probe, entry.body, bucket, pinned, keep=self._keep, iterations=self._warm_up
         )
         warm = time.perf_counter()
         pool = next((e.graph for e in self._entries.values() if e.graph is not None), None)

@@ -145,7 +145,7 @@ class InputPlan:
             elif group is None:
                 self.inputs[path] = Input("fixed")
             else:
-                self.inputs[path] = _infer(t, *sizes[group.boundaries])
+                self.inputs[path] = _infer(tuple(t.shape), *sizes[group.boundaries])
             kind, axis = self.inputs[path].kind, self.inputs[path].axis
             if kind in ("tokens", "sequences") and not 0 <= axis < t.dim():
                 raise error("argument", f"inputs declares dimension {axis} of {path!r} as {kind}; it is {describe(t)}")
@@ -163,6 +163,14 @@ class InputPlan:
             if inside and (best is None or len(group.prefix) > len(best.prefix)):
                 best = group
         return best
+
+    def pinned(self, tokens: int, sequences: int) -> set[str]:
+        """The kinds that a bound tensor of a packed batch fixes at this capacity: it cannot be run at another."""
+        return {
+            _infer(self.shapes[path], {tokens}, sequences).kind
+            for path in self.bound
+            if self._group_of(path) is not None
+        } - {"fixed"}
 
     def copied(self) -> dict[str, Input]:
         """Inputs that are copied into static memory at each call."""
@@ -280,11 +288,11 @@ def _example_sizes(call: Call, group: _Group, capacities: Sequence[int]) -> tupl
     return {int(cu[-1]), *capacities}, int(cu.shape[0]) - 1
 
 
-def _infer(t: torch.Tensor, tokens: set[int], sequences: int) -> Input:
+def _infer(shape: tuple[int, ...], tokens: set[int], sequences: int) -> Input:
     """``[1, T, ...]`` holds tokens, ``[N, ...]`` sequences, anything else is fixed."""
-    if t.dim() >= 2 and t.shape[0] == 1 and t.shape[1] in tokens:
+    if len(shape) >= 2 and shape[0] == 1 and shape[1] in tokens:
         return Input("tokens")
-    return Input("sequences") if t.dim() >= 2 and t.shape[0] == sequences else Input("fixed")
+    return Input("sequences") if len(shape) >= 2 and shape[0] == sequences else Input("fixed")
 
 
 def _geometry(t: torch.Tensor) -> tuple[Any, ...]:

@@ -6,7 +6,8 @@ Requirements
    shapes: a size that merely equals the bucket's is never taken for it. The second has fewer tokens where it can: a
    body may own a buffer that ends at the bucket's capacity.
 2. A dimension that is longer or shorter than the batch by a constant (``[N + 1]`` boundaries) stays so.
-3. The extra run is part of the warm-up: what it changes is put back.
+3. What a bound tensor pins to the bucket's capacity cannot be varied: such results keep the capacity's size.
+4. The extra run is part of the warm-up: what it changes is put back.
 """
 
 from __future__ import annotations
@@ -41,21 +42,29 @@ class OutputPlan:
         run_at: Callable[[Bucket], Any],
         body: Callable[[], Any],
         bucket: Bucket | None,
+        pinned: set[str],
         *,
         keep: Callable[[], Sequence[torch.Tensor]] | None,
         iterations: int,
     ) -> OutputPlan:
-        """Warm ``body`` up, and ``run_at`` another bucket where there is one; compare the shapes of their results."""
+        """Warm ``body`` up, and ``run_at`` another bucket where there is one; compare the shapes of their results.
+
+        ``pinned``: "tokens" or "sequences" where a bound tensor has the bucket's size.
+        """
         shapes = _shapes(runtime.warm_up(body, iterations=iterations, keep=keep))
-        if bucket is None:
+        more = 0 if "sequences" in pinned else _MORE_SEQUENCES
+        # without more tokens, or with one token a chunk and no more sequences, slots cannot be told apart
+        if bucket is None or "tokens" in pinned or (not more and bucket.chunk_size == 1):
             return cls({})
         step = _OTHER_CHUNKS * bucket.chunk_size
         tokens = bucket.tokens - step if bucket.tokens > step else bucket.tokens + step
-        other = Bucket(tokens, bucket.sequences + _MORE_SEQUENCES, bucket.chunk_size)
+        other = Bucket(tokens, bucket.sequences + more, bucket.chunk_size)
         shapes_there = _shapes(runtime.warm_up(lambda: run_at(other), keep=keep))
         if {p: len(s) for p, s in shapes.items()} != {p: len(s) for p, s in shapes_there.items()}:
             raise error("structure", f"the function's results differ in number or rank between {bucket} and {other}")
-        follows = {tokens - bucket.tokens: ("tokens", bucket.tokens), _MORE_SEQUENCES: ("sequences", bucket.sequences)}
+        follows = {tokens - bucket.tokens: ("tokens", bucket.tokens)}
+        if more:
+            follows[more] = ("sequences", bucket.sequences)
         return cls(
             {
                 path: tuple(

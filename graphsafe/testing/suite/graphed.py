@@ -146,6 +146,42 @@ class GraphedSuite:
                 }, f"chunk size {chunk_size}, {lengths}"  # fmt: skip
                 same(runtime, call(x, cu)["tokens"], x)
 
+    def test_a_bound_state_of_the_buckets_size_stays_in_place(self, runtime: Any) -> None:
+        """A recurrent state that the graph updates in place: its size is the capacity's, and so is what follows it."""
+        for chunk_size in (1, 16):
+            state = torch.zeros(4, 3, device=runtime.device)
+
+            def body(x: torch.Tensor, state: torch.Tensor, cu_seqlens: torch.Tensor, tables: Any) -> Any:
+                sums, ends = _sums(x, cu_seqlens, state)
+                state.copy_(ends)
+                return sums, ends, tables.chunk_indices
+
+            bucket = Bucket(64, 4, chunk_size)
+            call = graphed(body, runtime=runtime, buckets=[bucket], inputs={"state": "bound"})
+            want = torch.zeros(4, 3, device=runtime.device)
+            for seed, lengths in enumerate(([5, 0, 7], [64], [1, 2, 3, 4])):
+                x, cu = _batch(runtime, lengths, seed)
+                sums, ends, slots = call(x, state, cu)
+                full = boundaries(lengths, device=runtime.device, sequences=4)
+                want_sums, want = _sums(x, full, want)
+                torch.testing.assert_close(sums[:, : sum(lengths)], want_sums)
+                torch.testing.assert_close(state, want)
+                assert (ends.shape, slots.shape) == ((4, 3), (bucket.slots, 2))
+                assert sums.shape[1] == (64 if chunk_size == 1 else sum(lengths))
+            assert call.stats.captures == 1
+
+    def test_bound_tokens_of_the_buckets_size_stay_in_place(self, runtime: Any) -> None:
+        x = data(runtime, 1, 64, 3)
+        call = graphed(
+            lambda x, cu_seqlens, tables: x.view(tables.slots - tables.max_num_seqs + 1, 16, 3).view_as(x) * 2,
+            runtime=runtime,
+            buckets=[_BUCKET],
+            inputs={"x": "bound"},
+        )
+        for lengths in ([5, 6], [64]):
+            x.mul_(0.5)
+            same(runtime, call(x, boundaries(lengths, device=runtime.device)), x * 2)
+
     def test_a_body_may_own_a_buffer_that_ends_at_the_capacity(self, runtime: Any) -> None:
         positions = data(runtime, 1, 64, 3)
         call = graphed(lambda x, cu_seqlens: x + positions[:, : x.shape[1]], runtime=runtime, buckets=[_BUCKET])
