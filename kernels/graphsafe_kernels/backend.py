@@ -40,6 +40,7 @@ REFERENCE: dict[str, str] = {
 TRITON: dict[str, str] = {
     "build_tables": "graphsafe_kernels.tables",
     "causal_conv1d": "graphsafe_kernels.conv.autograd",
+    "chunk_gated_delta_rule": "graphsafe_kernels.gdn.autograd",
 }
 """Operator -> module of its Triton implementation, for the operators that have kernels."""
 

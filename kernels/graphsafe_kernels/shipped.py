@@ -19,7 +19,12 @@ from graphsafe_kernels.policy import Policy
 
 __all__ = ["MODULES", "Shipped", "configurations", "pointer"]
 
-MODULES = ("graphsafe_kernels.tables.shipped", "graphsafe_kernels.conv.shipped")
+MODULES = (
+    "graphsafe_kernels.tables.shipped",
+    "graphsafe_kernels.conv.shipped",
+    "graphsafe_kernels.gdn.shipped",
+    "graphsafe_kernels.kda.shipped",
+)
 """Modules with a function ``shipped(policy) -> Iterator[Shipped]``."""
 
 _NAMES = {

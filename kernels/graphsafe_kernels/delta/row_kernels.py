@@ -67,17 +67,20 @@ def locate_sequence(n, cu_seqlens, chunk_offsets, T, NT, PACKED: tl.constexpr):
 
 
 @triton.jit
+def state_offsets(i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr):
+    """(32-bit offsets, mask) of the transposed tile [BV, BK] in one state [K, V], or [V, K] with V_FIRST."""
+    k = tl.arange(0, BK)
+    v = i_v * BV + tl.arange(0, BV)
+    at = v[:, None] * (K if V_FIRST else 1) + k[None, :] * (1 if V_FIRST else V)
+    return at, (v < V)[:, None] & (k < K)[None, :]
+
+
+@triton.jit
 def state_tile(n, hv, i_v, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
                V_FIRST: tl.constexpr):  # fmt: skip
     """(offsets, mask) of the transposed tile [BV, BK] of a state [N, HV, K, V], or [N, HV, V, K] with V_FIRST."""
-    k = tl.arange(0, BK)
-    v = i_v * BV + tl.arange(0, BV)
-    base = (n.to(tl.int64) * HV + hv) * (K * V)
-    if V_FIRST:
-        at = base + v[:, None] * K + k[None, :]
-    else:
-        at = base + k[None, :] * V + v[:, None]
-    return at, (v < V)[:, None] & (k < K)[None, :]
+    at, mask = state_offsets(i_v, K, V, BK, BV, V_FIRST)
+    return (n.to(tl.int64) * HV + hv) * (K * V) + at, mask
 
 
 @triton.jit

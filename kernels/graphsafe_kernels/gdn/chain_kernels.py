@@ -19,11 +19,11 @@ Requirements
 3. The only rows of o or dw written are the sequence's own.
 """
 
-# ruff: noqa: SIM102, SIM108  (a compile-time condition and a run-time one do not combine in a kernel)
+# ruff: noqa: SIM102  (a compile-time condition and a run-time one do not combine in a kernel)
 import triton
 import triton.language as tl
 
-from graphsafe_kernels.delta.row_kernels import load_rows, locate_sequence, state_tile
+from graphsafe_kernels.delta.row_kernels import load_rows, locate_sequence, state_offsets
 from graphsafe_kernels.gdn.prepare_kernels import VECTORS
 
 
@@ -101,9 +101,10 @@ def forward_chain(
 ):  # fmt: skip
     """The chain of one sequence, value head and block of V columns."""
     start, length, slot = locate_sequence(n, cu_seqlens, chunk_offsets, T, NT, PACKED)
-    at, mask = state_tile(n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
+    at, mask = state_offsets(i_v, K, V, BK, BV, V_FIRST)
+    base = (n.to(tl.int64) * HV + hv) * (K * V)
     if INITIAL:
-        S = tl.load(initial_state + at, mask=mask, other=0.0).to(tl.float32)
+        S = tl.load(initial_state + base + at, mask=mask, other=0.0).to(tl.float32)
     else:
         S = tl.zeros([BV, BK], tl.float32)
     chunks = length // BT if TILES else tl.cdiv(length, BT)
@@ -121,7 +122,7 @@ def forward_chain(
                 states_tiles, residuals_tiles, H, HV, K, V, BT, BK, BV, OUTPUT, SAVE, True, False, PRECISION,
             )  # fmt: skip
     if FINAL:
-        tl.store(final_state + at, S, mask=mask)
+        tl.store(final_state + base + at, S, mask=mask)
 
 
 @triton.jit
@@ -165,12 +166,14 @@ def reverse_step(
     y = tl.dot(dT, pt, y, input_precision=PRECISION)
     b = tl.load(vec + BT)[None, :]
     y = tl.dot((y * b).to(DT), nt, y, input_precision=PRECISION)
+    # b again rather than kept, and dw stored between the products: what lives at once just fits the registers.
+    a = tl.load(vec)[None, :]
+    b = tl.load(vec + BT)[None, :]
+    D = tl.dot((y * (0.0 - a * b)).to(DT), kt, D * tl.load(decay + at), input_precision=PRECISION)
     mask = (i < left)[:, None] & (iv < V)[None, :]
     tl.store(dw + hv * V + row * (HV * V) + i[:, None] * (HV * V) + iv[None, :], tl.trans(y).to(DT), mask=mask)
     c = tl.load(vec + 2 * BT)[None, :]
-    D = tl.dot((dT.to(tl.float32) * c).to(DT), qt, D * tl.load(decay + at), input_precision=PRECISION)
-    a = tl.load(vec)[None, :]
-    return tl.dot((y * (0.0 - a * b)).to(DT), kt, D, input_precision=PRECISION)
+    return tl.dot((dT.to(tl.float32) * c).to(DT), qt, D, input_precision=PRECISION)
 
 
 @triton.jit
@@ -184,9 +187,10 @@ def reverse_chain(
 ):  # fmt: skip
     """The reverse chain of one sequence, value head and block of V columns."""
     start, length, slot = locate_sequence(n, cu_seqlens, chunk_offsets, T, NT, PACKED)
-    at, mask = state_tile(n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
+    at, mask = state_offsets(i_v, K, V, BK, BV, V_FIRST)
+    base = (n.to(tl.int64) * HV + hv) * (K * V)
     if FINAL:
-        D = tl.load(dfinal_state + at, mask=mask, other=0.0).to(tl.float32)
+        D = tl.load(dfinal_state + base + at, mask=mask, other=0.0).to(tl.float32)
     else:
         D = tl.zeros([BV, BK], tl.float32)
     chunks = length // BT if TILES else tl.cdiv(length, BT)
@@ -205,7 +209,7 @@ def reverse_chain(
             BV, TILES, TILES, PRECISION,
         )  # fmt: skip
     if INITIAL:
-        tl.store(dinitial_state + at, D, mask=mask)
+        tl.store(dinitial_state + base + at, D, mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])

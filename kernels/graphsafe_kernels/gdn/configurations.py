@@ -90,7 +90,7 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
     # tensor memory.
     rows = -(-problem.value_width // chain_block) * chain_block
     gradient_block = 64 if key > 128 else 128
-    warps = 8 if key > 128 or capability == 80 else 4
+    warps = 8 if key > 128 or (capability == 80 and key > 64) else 4
     programs = problem.sequences * problem.value_heads * -(-problem.value_width // chain_block)
     # Three stages hide the latency of a lone chain; two let two programs share a multiprocessor.
     stages = 3 if tiles else 1 if wide else 2
@@ -110,7 +110,7 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         clear_block=min(value, 128),
         gradient_key_block=min(key, 32),
         gradient_value_block=gradient_block if rows % gradient_block == 0 else chain_block,
-        gradient_warps=8 if capability >= 100 else 4,
+        gradient_warps=8 if capability >= 100 and key > 64 else 4,
         gradient_stages=3 if state_tiles and key <= 128 else 1,
         finish_rows=16,
         # The backward's state chain is free where it fits beside the reverse chain; where it would not, the forward

@@ -106,9 +106,46 @@ def _sizes(problem: Problem) -> dict[str, int]:
             "BT": problem.chunk_size}  # fmt: skip
 
 
-def _gates(problem: Problem, dt_bias: torch.Tensor | None) -> dict[str, Any]:
-    return {"GATE": problem.gate_in_kernel, "BIAS": dt_bias is not None, "SIGMOID": problem.beta_scale is not None,
+def _gates(problem: Problem, bias: bool) -> dict[str, Any]:
+    return {"GATE": problem.gate_in_kernel, "BIAS": bias, "SIGMOID": problem.beta_scale is not None,
             "FACTOR": problem.beta_scale or 1.0}  # fmt: skip
+
+
+def prepare_constants(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[str, Any]:
+    """Compile-time constants of :func:`prepare_kernel`."""
+    inverse = "fp16" if c.half_inverse and p.qk_l2norm else "fp32"
+    return {**_sizes(p), "BK": c.prepare_block, "BV": c.clear_block, "PACKED": packed, "L2NORM": p.qk_l2norm,
+            **_gates(p, bias), "INVERSE": inverse, "REFINE": p.beta_scale != 1.0, "PRECISION": c.precision}  # fmt: skip
+
+
+def chain_constants(p: Problem, c: Configuration, packed: bool, initial: bool, final: bool,
+                    save: bool) -> dict[str, Any]:  # fmt: skip
+    """Compile-time constants of :func:`forward_chain_kernel`."""
+    return {**_sizes(p), "BK": c.key_block, "BV": c.chain_block, "PACKED": packed, "INITIAL": initial, "FINAL": final,
+            "V_FIRST": p.state_v_first, "SAVE": save, "TILES": c.tiles,
+            "STAGES": c.keep_stages if save else c.chain_stages, "PRECISION": c.precision}  # fmt: skip
+
+
+def reverse_constants(p: Problem, c: Configuration, packed: bool, initial: bool, final: bool,
+                      recompute: bool) -> dict[str, Any]:  # fmt: skip
+    """Compile-time constants of :func:`backward_chains_kernel`."""
+    return {**_sizes(p), "BK": c.key_block, "BV": c.reverse_block, "PACKED": packed, "INITIAL": initial, "FINAL": final,
+            "V_FIRST": p.state_v_first, "RECOMPUTE": recompute, "TILES": c.tiles, "STAGES": c.reverse_stages,
+            "STATE_STAGES": c.state_stages, "PRECISION": c.precision}  # fmt: skip
+
+
+def gradients_constants(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[str, Any]:
+    """Compile-time constants of :func:`gradients_kernel`."""
+    return {**_sizes(p), "BK": c.gradient_key_block, "BV": c.gradient_value_block, "KEY": c.key_block,
+            "PACKED": packed, "L2NORM": p.qk_l2norm, **_gates(p, bias), "TILES": c.state_tiles,
+            "STAGES": c.gradient_stages, "PRECISION": c.precision}  # fmt: skip
+
+
+def finish_constants(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[str, Any]:
+    """Compile-time constants of :func:`finish_kernel`."""
+    return {"H": p.heads, "HV": p.value_heads, "K": p.key_width, "BK": c.key_block, "ROWS": c.finish_rows,
+            "PACKED": packed, "L2NORM": p.qk_l2norm, "GATE": p.gate_in_kernel, "BIAS": bias,
+            "PARTS": p.value_heads != p.heads, "SUMS": 256}  # fmt: skip
 
 
 def _tile(tensor: torch.Tensor | None, width: int, block: tuple[int, int], use: bool) -> Any:
@@ -130,12 +167,8 @@ def prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, x: O
         prepare_kernel[(slots * hv,)](
             x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, prepared.correction, prepared.scores, prepared.vectors,
             prepared.decay, o, *_boundaries(tables), problem.scale, problem.tokens, problem.sequences, problem.chunks,
-            **_sizes(problem), BK=c.prepare_block, BV=c.clear_block, PACKED=tables is not None,
-            L2NORM=problem.qk_l2norm, **_gates(problem, x.dt_bias),
-            INVERSE="fp16" if c.half_inverse and problem.qk_l2norm else "fp32", REFINE=problem.beta_scale != 1.0,
-            PRECISION=c.precision,
-            num_warps=c.prepare_warps, num_stages=1,
-            **({"maxnreg": c.prepare_registers} if c.prepare_registers else {}),
+            **prepare_constants(problem, c, tables is not None, x.dt_bias is not None), num_warps=c.prepare_warps,
+            num_stages=1, **({"maxnreg": c.prepare_registers} if c.prepare_registers else {}),
         )  # fmt: skip
     return prepared
 
@@ -145,7 +178,8 @@ def chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Ope
     """Launch the forward chain: live rows of ``o``, ``final_state`` if given, and the states ``prepared`` keeps."""
     bt, bk, bv, tiles = problem.chunk_size, c.key_block, c.chain_block, c.tiles
     hv, kw, vw = problem.value_heads, problem.key_width, problem.value_width
-    stages = c.chain_stages if prepared.states is None else c.keep_stages
+    constants = chain_constants(problem, c, tables is not None, x.initial_state is not None, final_state is not None,
+                                prepared.states is not None)  # fmt: skip
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
     forward_chain_kernel[(problem.sequences * hv * triton.cdiv(vw, bv),)](
         x.q, x.k, x.v, *prepared[:4], o, prepared.states, prepared.residuals, x.initial_state, final_state,
@@ -153,10 +187,7 @@ def chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Ope
         _tile(x.v, hv * vw, (bt, bv), tiles), _tile(prepared.correction, bt, (bt, bt), tiles),
         _tile(prepared.scores, bt, (bt, bt), tiles), _tile(prepared.states, bk, (bv, bk), tiles),
         _tile(prepared.residuals, bt, (bv, bt), tiles), cu_seqlens, chunk_offsets, problem.tokens,
-        problem.sequences, problem.chunks, **_sizes(problem), BK=bk, BV=bv, PACKED=tables is not None,
-        INITIAL=x.initial_state is not None, FINAL=final_state is not None, V_FIRST=problem.state_v_first,
-        SAVE=prepared.states is not None, TILES=tiles, STAGES=stages, PRECISION=c.precision,
-        num_warps=c.chain_warps, num_stages=stages,
+        problem.sequences, problem.chunks, **constants, num_warps=c.chain_warps, num_stages=constants["STAGES"],
     )  # fmt: skip
 
 
@@ -192,6 +223,8 @@ def reverse_chain(problem: Problem, tables: ChunkTables | None, c: Configuration
     dstates = torch.empty_like(prepared.states)
     dw = torch.empty_like(x.v)
     dinitial_state = None if x.initial_state is None else torch.empty_like(x.initial_state)
+    constants = reverse_constants(problem, c, tables is not None, x.initial_state is not None,
+                                  dfinal_state is not None, recompute)  # fmt: skip
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
     backward_chains_kernel[((1 + recompute) * problem.sequences * hv * triton.cdiv(vw, bv),)](
         x.q, x.k, x.v, do, *prepared, dstates, dw, x.initial_state, dfinal_state, dinitial_state,
@@ -200,10 +233,7 @@ def reverse_chain(problem: Problem, tables: ChunkTables | None, c: Configuration
         _tile(prepared.correction, bt, (bt, bt), tiles), _tile(prepared.scores, bt, (bt, bt), tiles),
         _tile(prepared.states, bk, (bv, bk), tiles), _tile(prepared.residuals, bt, (bv, bt), tiles),
         _tile(dstates, bk, (bv, bk), tiles), cu_seqlens, chunk_offsets, problem.tokens, problem.sequences,
-        problem.chunks, **_sizes(problem), BK=bk, BV=bv, PACKED=tables is not None,
-        INITIAL=x.initial_state is not None, FINAL=dfinal_state is not None, V_FIRST=problem.state_v_first,
-        RECOMPUTE=recompute, TILES=tiles, STAGES=c.reverse_stages, STATE_STAGES=c.state_stages,
-        PRECISION=c.precision, num_warps=c.reverse_warps, num_stages=c.reverse_stages,
+        problem.chunks, **constants, num_warps=c.reverse_warps, num_stages=c.reverse_stages,
     )  # fmt: skip
     return prepared, dstates, dw, dinitial_state
 
@@ -223,9 +253,8 @@ def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x:
             dstates, prepared.residuals, dq, dk, dg, dbeta, gate_sums,
             _tile(prepared.states, c.key_block, block, c.state_tiles),
             _tile(dstates, c.key_block, block, c.state_tiles), *_boundaries(tables), problem.scale, problem.tokens,
-            problem.sequences, problem.chunks, **_sizes(problem), BK=c.gradient_key_block,
-            BV=c.gradient_value_block, KEY=c.key_block, PACKED=tables is not None, L2NORM=problem.qk_l2norm,
-            **_gates(problem, x.dt_bias), TILES=c.state_tiles, STAGES=c.gradient_stages, PRECISION=c.precision,
+            problem.sequences, problem.chunks,
+            **gradients_constants(problem, c, tables is not None, x.dt_bias is not None),
             num_warps=c.gradient_warps, num_stages=c.gradient_stages,
         )  # fmt: skip
     return dq, dk, dg, dbeta, gate_sums
@@ -245,10 +274,8 @@ def finish(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Op
     if programs:
         finish_kernel[(programs,)](
             x.q, x.k, dq_parts, dk_parts, dq, dk, gate_sums, dA_log, ddt_bias, cu_seqlens, chunk_offsets,
-            problem.rows, problem.sequences, _slots(problem, tables), row_programs, H=problem.heads,
-            HV=problem.value_heads, K=problem.key_width, BK=c.key_block, ROWS=c.finish_rows,
-            PACKED=tables is not None, L2NORM=problem.qk_l2norm, GATE=problem.gate_in_kernel,
-            BIAS=x.dt_bias is not None, PARTS=parts, SUMS=256, num_warps=4, num_stages=1,
+            problem.rows, problem.sequences, _slots(problem, tables), row_programs,
+            **finish_constants(problem, c, tables is not None, x.dt_bias is not None), num_warps=4, num_stages=1,
         )  # fmt: skip
     return dq, dk, dA_log, ddt_bias
 

@@ -1,0 +1,88 @@
+"""The gated delta rule's shipped configurations, as ``compilecheck`` compiles them.
+
+Widths 64 and 128 in bf16 and fp16, every chunk size, with every option and with the fewest, one sequence and many. What
+is known to spill or not to compile is in the kernels' log in the documentation, not here: fp32, K = 256, other widths,
+the gradients on sm_80 and at chunk 32, width 64 on sm_80 and sm_100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from graphsafe_kernels.gdn import launch
+from graphsafe_kernels.gdn.configurations import Configuration, choose
+from graphsafe_kernels.policy import Policy
+from graphsafe_kernels.shipped import Shipped, pointer
+
+__all__ = ["shipped"]
+
+_SCALARS = {"scale": "fp32", "T": "i32", "N": "i32", "NT": "i32", "slots": "i32", "row_programs": "i32"}
+_TABLES = {"cu_seqlens": "*i32", "chunk_indices": "*i32", "chunk_offsets": "*i32"}
+
+
+def shipped(policy: Policy) -> Iterator[Shipped]:
+    """Every kernel in every configuration that is expected to compile without spills for ``policy``."""
+    if not policy.kind.startswith("sm_"):
+        return
+    capability = int(policy.kind.removeprefix("sm_"))
+    for dtype, width, chunk_size, sequences, full in (
+        (torch.bfloat16, 128, 64, 1, False),
+        (torch.bfloat16, 128, 64, 32, True),
+        (torch.float16, 128, 64, 1, True),
+        (torch.bfloat16, 64, 64, 1, True),
+        (torch.bfloat16, 128, 32, 32, True),
+        (torch.bfloat16, 128, 16, 32, True),
+    ):
+        if capability != 90 and (width == 64 or (capability >= 100 and chunk_size < 64)):
+            continue
+        problem = launch.Problem(1, 8192, 16, 32, width, width, sequences, chunk_size, width**-0.5, qk_l2norm=True,
+                                 gate_in_kernel=full, beta_scale=2.0 if full else None, state_v_first=full)  # fmt: skip
+        yield from _kernels(problem, choose(problem, capability, dtype), dtype, full, capability)
+
+
+def _kernels(p: launch.Problem, c: Configuration, dtype: torch.dtype, full: bool, capability: int) -> Iterator[Shipped]:
+    t, gate, state = pointer(dtype), "*fp32" if full else None, "*fp32" if full else None
+    bt = p.chunk_size
+    name = f"{str(dtype).removeprefix('torch.')} {p.key_width} chunk {bt} N {p.sequences}"
+    name += " all options" if full else ""
+    tokens = dict.fromkeys(("q", "k", "v", "o", "do", "dw", "dv", "dq", "dk", "dq_parts", "dk_parts", "correction",
+                            "scores"), t)  # fmt: skip
+    kept = dict.fromkeys(("states", "residuals", "dstates"), t)
+    fp32 = dict.fromkeys(("g", "beta", "vectors", "decay", "dg", "dbeta"), "*fp32")
+    gates = dict.fromkeys(("A_log", "dt_bias", "gate_sums", "dA_log", "ddt_bias"), gate)
+    states = dict.fromkeys(("initial_state", "final_state", "dfinal_state", "dinitial_state"), state)
+    common = {**tokens, **fp32, **gates, **states, **_TABLES, **_SCALARS}
+
+    def tile(rows: int, columns: int, use: bool = c.tiles) -> str | None:
+        element = "bf16" if dtype == torch.bfloat16 else "fp16"
+        return f"tensordesc<{element}[{rows}, {columns}]>" if use else None
+
+    token_tiles = {
+        "q_tiles": tile(bt, c.key_block), "k_tiles": tile(bt, c.key_block), "v_tiles": tile(bt, c.chain_block),
+        "do_tiles": tile(bt, c.chain_block), "correction_tiles": tile(bt, bt), "scores_tiles": tile(bt, bt),
+    }  # fmt: skip
+    state_tile = tile(c.chain_block, c.key_block)
+    kept_tiles = {"states_tiles": state_tile, "dstates_tiles": state_tile, "residuals_tiles": tile(c.chain_block, bt)}
+    block = tile(c.gradient_value_block, c.gradient_key_block, c.state_tiles)
+
+    def entry(kernel: Any, types: dict[str, Any], constants: dict[str, Any], warps: int, stages: int) -> Shipped:
+        here = {parameter: types.get(parameter) for parameter in kernel.arg_names if parameter not in constants}
+        return Shipped(kernel, name, here, constants, warps, stages)
+
+    yield entry(launch.prepare_kernel, common, launch.prepare_constants(p, c, True, full), c.prepare_warps, 1)
+    for save in (False, True):
+        constants = launch.chain_constants(p, c, True, full, full, save)
+        types = {**common, **token_tiles, **(kept | kept_tiles if save else {})}
+        yield entry(launch.forward_chain_kernel, types, constants, c.chain_warps, constants["STAGES"])
+    for recompute in (False, True):
+        constants = launch.reverse_constants(p, c, True, full, full, recompute)
+        types = {**common, **kept, **token_tiles, **kept_tiles}
+        yield entry(launch.backward_chains_kernel, types, constants, c.reverse_warps, c.reverse_stages)
+    if capability != 80 and not (bt == 32 and capability == 90):
+        constants = launch.gradients_constants(p, c, True, full)
+        types = {**common, **kept, "states_tiles": block, "dstates_tiles": block}
+        yield entry(launch.gradients_kernel, types, constants, c.gradient_warps, c.gradient_stages)
+    yield entry(launch.finish_kernel, common, launch.finish_constants(p, c, True, full), 4, 1)
