@@ -189,7 +189,7 @@ def gradients_kernel(
     pair = pairs + at * (2 * BT * BT) + ii * BT + jj
     rows_q = tl.zeros([BT], tl.float32)
     rows_k = tl.zeros([BT], tl.float32)
-    scale_sum = 0.0
+    rows_scale = tl.zeros([BT], tl.float32)
     for column in tl.range(0, K, BK, disable_licm=not SAFE):
         c = column + tl.arange(0, BK)
         inside = m[:, None] & (c < K)[None, :]
@@ -278,12 +278,12 @@ def gradients_kernel(
             z = load_gate(g, dt_bias, row, rows, hv, column, HV, K, BT, BK, BIAS)
             dx, dA = gate_gradient(z, dx, factor, bound, GATE)
             if SCALED:
-                scale_sum += tl.sum(tl.sum(tl.where(inside, dA, 0.0), 1), 0)
+                rows_scale += tl.sum(tl.where(inside, dA, 0.0), 1)
             if BIAS:
                 tl.store(bias_sums + at * K + c, tl.sum(tl.where(inside, dx, 0.0), 0), mask=c < K)
         tl.store(dg + out, dx.to(dg.dtype.element_ty), mask=inside)
     if GATE and SCALED:
-        tl.store(scale_sums + at, scale_sum)
+        tl.store(scale_sums + at, tl.sum(rows_scale, 0))
     if L2NORM:
         tl.debug_barrier()  # dq and dk are read by threads that did not write them
         for column in tl.range(0, K, BK):

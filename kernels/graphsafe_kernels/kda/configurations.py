@@ -108,15 +108,15 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         pairs = torch.bfloat16 if kind.startswith("sm_") else torch.float32
     return Configuration(
         key_block=key,
-        chain_block=min(value, 32 if small else 64),
-        chain_warps=4,
+        chain_block=min(value, 64 if tiles else 32),
+        chain_warps=4 if kind == "sm_90" and tiles else 8,  # elsewhere four run out of registers
         chain_stages=stages,
         save_stages=min(stages, 2),  # three would need more shared memory than there is
         reverse_stages=min(stages, 2),
         prepare_block=16,
         prepare_warps=4,
-        product_block=min(key, 64),
-        product_warps=4,
+        product_block=min(key, 64 if tiles else 32),
+        product_warps=4 if tiles else 8,
         gradient_block=16,
         gradient_warps=4,
         clear_block=min(value, 128),
