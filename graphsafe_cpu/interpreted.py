@@ -42,7 +42,7 @@ def interpreted_launches(watch: Watch, tape: Tape | None) -> Iterator[None]:
             operands = tensors((args, kwargs))
             before = {key_of(t): t.clone() for t in operands if key_of(t) in watch.copied_inputs}
             for t in operands:
-                if watch.saved is not None and (watch.saved.births or key_of(t) not in watch.born):
+                if watch.saved.births or key_of(t) not in watch.born:
                     watch.saved.save(t)
             result = original(self, *args, **kwargs)
             watch.operators += 1
