@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 import triton
-from graphsafe_kernels.conv import causal_conv1d
-from graphsafe_kernels.reference.conv import causal_conv1d as reference
-from graphsafe_kernels.tables import build_tables
 from rich.console import Console
 from rich.table import Table
 
 from graphsafe.bucket import slot_count
+from graphsafe_kernels.conv import causal_conv1d
+from graphsafe_kernels.reference.conv import causal_conv1d as reference
+from graphsafe_kernels.tables import build_tables
 
 try:
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "0" if "FLA_CONV_GLUON" in os.environ else "1")

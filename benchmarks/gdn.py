@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
 from graphsafe_kernels import backend
 from graphsafe_kernels.gdn import chunk_gated_delta_rule, configurations, launch
 from graphsafe_kernels.tables import build_tables

@@ -144,10 +144,10 @@ def _run(run: Bench, *, quiet: bool) -> dict[str, Any]:
 
 
 def _list(console: Console) -> None:
-    from graphsafe_kernels.providers import get_provider, known_providers
     from rich.table import Table
 
     from graphsafe.bench.presets import PRESETS, preset
+    from graphsafe_kernels.providers import get_provider, known_providers
 
     presets = Table("preset", "cases", "operators", title="Presets", title_justify="left")
     for name in PRESETS:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from graphsafe_kernels.gdn import chunk_gated_delta_rule
-from graphsafe_kernels.providers.service import Provider, Service
 
 from graphsafe.bench.cases import Case
+from graphsafe_kernels.gdn import chunk_gated_delta_rule
+from graphsafe_kernels.providers.service import Provider, Service
 
 SMALL: dict[str, Any] = {
     "operator": "gdn",

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from bench_fakes import SMALL, FakeClock, Planted, result
-from graphsafe_kernels.providers import registry
 from typer.testing import CliRunner
 
 from graphsafe.bench import run as run_module
@@ -19,6 +18,7 @@ from graphsafe.bench.report import print_report
 from graphsafe.bench.timing import measure
 from graphsafe.cli.bench import app
 from graphsafe.errors import ArgumentError
+from graphsafe_kernels.providers import registry
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from bench_fakes import result, small
-from graphsafe_kernels.providers import ENVIRONMENT_VARIABLE, known_providers
 
 from graphsafe.bench.checks import bound_of
 from graphsafe.bench.figures import figures
 from graphsafe.bench.modes import CONTROLS, MODES
 from graphsafe.bench.presets import PRESETS
+from graphsafe_kernels.providers import ENVIRONMENT_VARIABLE, known_providers
 
 TEXT = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
 

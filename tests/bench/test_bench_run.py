@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from bench_fakes import Planted, small
-from graphsafe_kernels.providers import registry
 
 from graphsafe import get_runtime
 from graphsafe.bench import run as run_module
@@ -19,6 +18,7 @@ from graphsafe.bench.modes import CONTROLS, MODES
 from graphsafe.bench.run import Bench
 from graphsafe.bench.timing import Protocol
 from graphsafe.errors import ArgumentError
+from graphsafe_kernels.providers import registry
 
 SHORT = Protocol(samples=2, warm=0, least=2)
 TABLES = Case("tables", 256, 2)

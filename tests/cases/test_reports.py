@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from graphsafe_kernels.conv import causal_conv1d
-from graphsafe_kernels.layers import GatedDeltaNet, KimiDeltaAttention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +23,8 @@ from graphsafe.pricing import operator_price
 from graphsafe.testing.layouts import boundaries, layouts, naive_tables
 from graphsafe.testing.suite.checks import captured, clone, data, refused, same
 from graphsafe.verify import verify_replay
+from graphsafe_kernels.conv import causal_conv1d
+from graphsafe_kernels.layers import GatedDeltaNet, KimiDeltaAttention
 
 
 def tables_of(tables):

@@ -6,9 +6,9 @@ import gc
 
 import pytest
 import torch
-from kernels import double, tuned
 
 import graphsafe as gs
+from kernels import double, tuned
 
 
 @pytest.fixture(scope="module")

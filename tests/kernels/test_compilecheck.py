@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 import pytest
+
 from graphsafe_kernels.shipped import MODULES
 
 

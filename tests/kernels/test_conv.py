@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphsafe.errors import GraphSafeError, MetadataError
 from graphsafe_kernels import policy as policies
 from graphsafe_kernels.conv import causal_conv1d, launch
 from graphsafe_kernels.reference import conv as reference
 from graphsafe_kernels.tables import build_tables
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from graphsafe.errors import GraphSafeError, MetadataError
 
 # relative RMS error allowed against fp64: rounding of the outputs, and of fp32 sums
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}

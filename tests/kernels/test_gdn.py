@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+from graphsafe.errors import MetadataError
 from graphsafe_kernels import backend
 from graphsafe_kernels.gdn import autograd, chunk_gated_delta_rule, configurations, launch
 from graphsafe_kernels.reference import gated_delta_rule as reference
-
-from graphsafe.errors import MetadataError
 
 NAN = float("nan")
 # relative rms allowed against fp64, (outputs and states, gradients)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from graphsafe_kernels import _interpreter, launch
 
 DEVICE = torch.device("cuda", 0)

@@ -6,11 +6,11 @@ import random
 
 import pytest
 import torch
-from graphsafe_kernels.tables import TritonMetadataBuilder, build_tables
 
 import graphsafe.metadata as metadata
 from graphsafe.errors import GraphSafeError
 from graphsafe.metadata import MetadataBuilder
+from graphsafe_kernels.tables import TritonMetadataBuilder, build_tables
 
 
 def boundaries(lengths, dtype, device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from graphsafe_kernels.backend import reference_only
 
 

@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+
 from graphsafe_kernels.layers import GatedDeltaNet, KimiDeltaAttention, LayerState
 
 F64 = torch.float64

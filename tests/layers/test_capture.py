@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from graphsafe_kernels.layers import GatedDeltaNet
 from layer_cases import CASES, HIDDEN, NAN, assert_close, boundaries, make_layer, randn, random_state, run
 
 import graphsafe as gs
+from graphsafe_kernels.layers import GatedDeltaNet
 
 BUCKET = gs.Bucket(tokens=96, sequences=5, chunk_size=32)
 

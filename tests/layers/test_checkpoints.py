@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from graphsafe_kernels.layers import GatedDeltaNet, KimiDeltaAttention
 
 from graphsafe.errors import ArgumentError, GraphSafeError
+from graphsafe_kernels.layers import GatedDeltaNet, KimiDeltaAttention
 
 GDN_DEFAULT = {
     "A_log": (6,), "dt_bias": (6,), "q_proj.weight": (1536, 2048), "k_proj.weight": (1536, 2048),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from graphsafe_kernels.layers import GatedDeltaNet, LayerState
 from layer_cases import CASES, HIDDEN, assert_close, make_layer, randn, random_state, run, tensors, with_tensors
+
+from graphsafe_kernels.layers import GatedDeltaNet, LayerState
 
 
 def convolve(layer, name, projected, state):

@@ -6,11 +6,11 @@ import importlib
 
 import pytest
 import torch
-from graphsafe_kernels import backend
 from layer_cases import CASES, HIDDEN, behind, boundaries, make_layer, randn, random_state, run
 
 from graphsafe.errors import GraphSafeError
 from graphsafe.metadata import build_tables
+from graphsafe_kernels import backend
 
 each_layer = pytest.mark.parametrize("case", CASES)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphsafe_kernels.layers import LayerState
 from layer_cases import (
     CASES,
     HIDDEN,
@@ -19,6 +18,7 @@ from layer_cases import (
 )
 
 from graphsafe.errors import ArgumentError, GraphSafeError
+from graphsafe_kernels.layers import LayerState
 
 each_layer = pytest.mark.parametrize("case", CASES)
 

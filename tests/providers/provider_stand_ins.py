@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
 from graphsafe_kernels.conv import causal_conv1d as own_convolution
 from graphsafe_kernels.gdn import chunk_gated_delta_rule as own_gated_delta_rule
 from graphsafe_kernels.kda import chunk_kda as own_kda

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from provider_operands import operands
+from provider_stand_ins import causal_conv1d, fla, fla_npu, flash_qla
+
 from graphsafe_kernels.conv import causal_conv1d as own_convolution
 from graphsafe_kernels.gdn import chunk_gated_delta_rule
 from graphsafe_kernels.kda import chunk_kda
@@ -16,8 +19,6 @@ from graphsafe_kernels.providers.causal_conv1d_cuda import CausalConv1dProvider
 from graphsafe_kernels.providers.fla import FlaProvider, UnguardedFlaProvider
 from graphsafe_kernels.providers.fla_npu import FlaNpuProvider
 from graphsafe_kernels.providers.flash_qla import FlashQlaProvider
-from provider_operands import operands
-from provider_stand_ins import causal_conv1d, fla, fla_npu, flash_qla
 
 Calls = list[dict[str, Any]]
 FOREIGN = ("causal-conv1d", "fla", "fla-unguarded", "fla_npu", "flash_qla")

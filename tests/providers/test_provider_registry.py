@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from provider_operands import operands
+
+from graphsafe.errors import ArgumentError, UnsupportedError
 from graphsafe_kernels import providers
 from graphsafe_kernels.kda import chunk_kda
 from graphsafe_kernels.providers import registry
 from graphsafe_kernels.providers.service import Provider, Service
-from provider_operands import operands
-
-from graphsafe.errors import ArgumentError, UnsupportedError
 
 PACKED = frozenset({"cu_seqlens"})
 

@@ -7,9 +7,10 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
+
 from graphsafe_kernels.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from graphsafe_kernels.kda import chunk_kda, fused_recurrent_kda
-from hypothesis import strategies as st
 
 CHUNK = {"gdn": chunk_gated_delta_rule, "kda": chunk_kda}
 RECURRENT = {"gdn": fused_recurrent_gated_delta_rule, "kda": fused_recurrent_kda}

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+
 from graphsafe_kernels import backend
 
 CPU, ACCELERATOR = torch.device("cpu"), torch.device("meta")

@@ -7,13 +7,13 @@ from itertools import accumulate
 
 import pytest
 import torch
-from graphsafe_kernels.backend import reference_only
-from graphsafe_kernels.conv import causal_conv1d
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphsafe.errors import ArgumentError, GraphSafeError
 from graphsafe.metadata import build_tables
+from graphsafe_kernels.backend import reference_only
+from graphsafe_kernels.conv import causal_conv1d
 
 F64 = torch.float64
 NAN = float("nan")

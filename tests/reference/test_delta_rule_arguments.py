@@ -7,11 +7,11 @@ import inspect
 import pytest
 import torch
 from delta_rule_cases import CHUNK, RECURRENT, RULES, Case, boundaries, make, packed_case
-from graphsafe_kernels.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from graphsafe_kernels.kda import chunk_kda, fused_recurrent_kda
 
 from graphsafe.errors import ArgumentError, GraphSafeError
 from graphsafe.metadata import build_tables
+from graphsafe_kernels.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from graphsafe_kernels.kda import chunk_kda, fused_recurrent_kda
 
 NAN = float("nan")
 both_rules = pytest.mark.parametrize("rule", RULES)

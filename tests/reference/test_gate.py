@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from graphsafe_kernels.kda import fused_kda_gate
-from graphsafe_kernels.reference.gate import Gate, gate_backward, gate_forward, softplus
 
 from graphsafe.errors import ArgumentError, GraphSafeError
+from graphsafe_kernels.kda import fused_kda_gate
+from graphsafe_kernels.reference.gate import Gate, gate_backward, gate_forward, softplus
 
 F64 = torch.float64
 NAN, INF = float("nan"), float("inf")

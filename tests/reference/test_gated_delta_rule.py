@@ -6,8 +6,9 @@ import pytest
 import torch
 from delta_rule_cases import CHUNK, RECURRENT, Case, assert_close, cases, make, output_gradients, run_case
 from explicit_adjoint import explicit
-from graphsafe_kernels.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from hypothesis import HealthCheck, given, settings
+
+from graphsafe_kernels.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 RULE = "gdn"
 

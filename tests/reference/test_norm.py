@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphsafe_kernels.backend import reference_only
-from graphsafe_kernels.norm import FusedRMSNormGated, RMSNorm, rms_norm, rms_norm_gated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphsafe.errors import ArgumentError, GraphSafeError
+from graphsafe_kernels.backend import reference_only
+from graphsafe_kernels.norm import FusedRMSNormGated, RMSNorm, rms_norm, rms_norm_gated
 
 F64 = torch.float64
 NAN = float("nan")

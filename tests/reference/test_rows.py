@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from graphsafe_kernels.reference.rows import ordered_sum, padding_rows, sigmoid
 
 
