@@ -6,8 +6,9 @@ import pytest
 import torch
 from delta_rule_cases import CHUNK, RECURRENT, Case, assert_close, boundaries, cases, make, run_case
 from explicit_adjoint import explicit
-from graphsafe_kernels.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from hypothesis import HealthCheck, given, settings
+
+from graphsafe_kernels.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda
 
 RULE = "kda"
 
