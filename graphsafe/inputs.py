@@ -5,7 +5,8 @@ Requirements
 1. Every tensor leaf of the arguments, however nested, is a static input; each has a path that errors quote.
 2. A leaf's kind says which dimension follows the batch: ``tokens`` (``[1, T, ...]``), ``sequences`` (``[N, ...]``),
    ``boundaries`` (a leaf called ``cu_seqlens``), ``fixed``, or ``bound`` (used where it is, never copied).
-   Undeclared kinds are found once, from the example of the capture; what is ambiguous is refused.
+   Undeclared kinds are found once, from the sizes of the capture's example. A size that merely coincides with the
+   example's shows at the first batch of another size, which is refused by name; declaring the kind settles it.
 3. Leaves that share a ``cu_seqlens`` (the one in the same container) form a group with one T and one N.
 4. Every other leaf is a host value: it selects a graph where declared static, otherwise it may not change.
 5. Nothing here reads the device, except once, at capture, the example's live total.

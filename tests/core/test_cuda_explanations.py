@@ -1,0 +1,41 @@
+"""What CUDA's errors mean: a table that needs no device."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphsafe.rules import rule
+from graphsafe_cuda.explain import EXPLANATIONS, explanation_of
+
+
+@pytest.mark.parametrize(
+    ("problem", "name", "says"),
+    [
+        (900, "not-capturable", "cudaErrorStreamCaptureUnsupported"),
+        ("CUDA error: operation not permitted when stream is capturing", "not-capturable", "(900)"),
+        (901, "not-capturable", "an earlier call already broke this capture"),
+        ("operation failed due to a previous error during capture", "not-capturable", "(901)"),
+        (904, "not-capturable", "forked, joined or mixed"),
+        ("called a synchronizing CUDA operation", "host-read", "made the host wait"),
+        (2, "eager-failed", "no memory left"),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", "eager-failed", "no memory left"),
+        (700, "eager-failed", "touched memory that is not there"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "eager-failed", "(700)"),
+    ],
+)
+def test_codes_texts_and_exceptions_are_explained(problem, name, says):
+    found = explanation_of(problem)
+    assert found is not None
+    assert found.rule == name
+    assert says in found.meaning
+    assert found.remedy.endswith(".")
+
+
+@pytest.mark.parametrize("problem", [1, 9000, "division by zero", RuntimeError("shape mismatch")])
+def test_what_is_not_known_is_not_explained(problem):
+    assert explanation_of(problem) is None
+
+
+def test_every_explanation_names_a_rule():
+    for explanation in EXPLANATIONS:
+        assert rule(explanation.rule).name == explanation.rule
