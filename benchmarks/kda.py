@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import triton
+
 from graphsafe_kernels.delta_rule import make_options
 from graphsafe_kernels.kda import autograd, launch
 from graphsafe_kernels.reference import kda as reference

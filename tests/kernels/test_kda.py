@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from graphsafe_kernels import backend
-from graphsafe_kernels.kda import autograd, chunk_kda, launch
 
 from graphsafe.errors import MetadataError
 from graphsafe.metadata import build_tables
+from graphsafe_kernels import backend
+from graphsafe_kernels.kda import autograd, chunk_kda, launch
 
 NAN = float("nan")
 # relative rms allowed against fp64, (outputs and states, gradients)
