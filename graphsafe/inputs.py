@@ -222,6 +222,13 @@ class InputPlan:
 
     def _check_tensor(self, path: str, t: torch.Tensor) -> None:
         how, shape = self.inputs[path], self.shapes[path]
+        if how.kind != "bound" and t.requires_grad and torch.is_grad_enabled():
+            raise error(
+                "unsupported",
+                f"argument {path!r} requires grad, but a replay has no autograd graph to send a gradient through",
+                why="The graph copies its inputs and returns its own memory; a backward outside would stop there.",
+                remedy="Run the backward inside the captured function, or pass a detached tensor or call under no_grad.",
+            )
         free = how.axis if how.kind in ("tokens", "sequences", "boundaries") else None
         fits = t.dim() == len(shape) and all(
             a == b or i == free for i, (a, b) in enumerate(zip(t.shape, shape, strict=True))

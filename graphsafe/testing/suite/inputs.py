@@ -96,6 +96,17 @@ class InputSuite:
             assert "'x'" in problem.what
         same(runtime, x, data(runtime, 4))
 
+    def test_an_input_that_requires_grad_is_refused_where_grad_is_enabled(self, runtime: Any) -> None:
+        call = graphed(lambda x, w: x * w, runtime=runtime, inputs={"w": "bound"})
+        x, w = data(runtime, 4), torch.nn.Parameter(data(runtime, 4, seed=1))
+        same(runtime, call(x, w), x * w.detach())
+        leaf = clone(x).requires_grad_()
+        for argument in (leaf, leaf * 2):
+            problem = refused("unsupported", call, argument, w)
+            assert "'x' requires grad" in problem.what
+        with torch.no_grad():
+            same(runtime, call(leaf * 2, w), 2 * x * w)
+
     def test_static_values_select_a_graph(self, runtime: Any) -> None:
         call = graphed(
             lambda x, mode, scale: x * scale if mode == "times" else x + scale,
