@@ -227,7 +227,7 @@ class InputPlan:
                 "unsupported",
                 f"argument {path!r} requires grad, but a replay has no autograd graph to send a gradient through",
                 why="The graph copies its inputs and returns its own memory; a backward outside would stop there.",
-                remedy="Run the backward inside the captured function, or pass a detached tensor or call under no_grad.",
+                remedy="Run the backward inside the captured function, pass a detached tensor, or call under no_grad.",
             )
         free = how.axis if how.kind in ("tokens", "sequences", "boundaries") else None
         fits = t.dim() == len(shape) and all(

@@ -100,7 +100,7 @@ class InputSuite:
         call = graphed(lambda x, w: x * w, runtime=runtime, inputs={"w": "bound"})
         x, w = data(runtime, 4), torch.nn.Parameter(data(runtime, 4, seed=1))
         same(runtime, call(x, w), x * w.detach())
-        leaf = clone(x).requires_grad_()
+        leaf = clone(runtime, x).requires_grad_()
         for argument in (leaf, leaf * 2):
             problem = refused("unsupported", call, argument, w)
             assert "'x' requires grad" in problem.what
