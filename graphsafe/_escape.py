@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from graphsafe._storage import key_of
+from graphsafe._storage import is_plain, key_of
 from graphsafe._watch import Watch
 from graphsafe.errors import GraphSafeError, error
 from graphsafe.tree import tensors
 
-__all__ = ["bound_tensors", "escaped"]
+__all__ = ["bound_tensors", "escaped", "escapes"]
 
 
 def bound_tensors(frame: FrameType) -> list[torch.Tensor]:
@@ -42,19 +42,24 @@ def bound_tensors(frame: FrameType) -> list[torch.Tensor]:
 
 def escaped(watch: Watch, kept: list[torch.Tensor], graph: Any) -> GraphSafeError | None:
     """The error for the first storage that escaped, or None."""
-    allowed = {key_of(t) for t in kept}
-    allowed.update(key_of(t) for t in _behind(kept))
+    return next((problem for _, problem in escapes(watch, kept, graph)), None)
+
+
+def escapes(watch: Watch, kept: list[torch.Tensor], graph: Any) -> Iterator[tuple[str, GraphSafeError]]:
+    """What made it, and the error, for each storage that escaped."""
+    allowed = {key_of(t) for t in kept if is_plain(t)}
+    allowed.update(key_of(t) for t in _behind(kept) if is_plain(t))
     for key, (ref, where, made) in watch.born.items():
         if key in allowed or ref.holders() <= graph.private_holders(key):
             continue
         holder = _holder(key, graph)
-        return error(
+        problem = error(
             "tensor-escapes",
             f"a tensor born inside the capture ({made}) is kept by {holder}",
             where=where,
             remedy=_GRADIENT_REMEDY if holder.startswith("the gradient") else None,
         )
-    return None
+        yield made, problem
 
 
 _GRADIENT_REMEDY = (

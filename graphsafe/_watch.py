@@ -108,6 +108,16 @@ class Watch:
             self.broken = raised
         return raised
 
+    def refuse(self, rule: str, what: str, *, tensor: torch.Tensor | None = None, **details: Any) -> None:
+        """A rule is broken, by ``tensor`` where one is to blame: raise. A watch that collects overrides this and
+        returns; the run then goes on.
+        """
+        raise self.fail(rule, what, **details)
+
+    def read_anyway(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a refused function; only a watch that collects gets here."""
+        return func(*args, **kwargs)
+
     def where(self) -> Location | None:
         """The caller's line; on a thread of autograd, the line of the capturing thread that started the backward."""
         found = caller()
@@ -142,10 +152,7 @@ class Watch:
         """A storage is about to be written in place."""
         key = key_of(t)
         if self.check and key in self.copied_inputs:
-            raise self.fail(
-                "input-written",
-                f"the body writes its input {self.copied_inputs[key]!r} in place",
-            )
+            self.refuse("input-written", f"the body writes its input {self.copied_inputs[key]!r} in place", tensor=t)
         if self.saved.births or key not in self.born:
             self.saved.save(t)
 
@@ -158,7 +165,7 @@ class Watch:
         for t in _all_tensors(result):
             if not is_plain(t):
                 if self.check:
-                    raise self._not_plain(t)
+                    self._refuse_not_plain(t)
                 continue
             key = key_of(t)
             if key not in known and not (key in self.born and self.born[key][0].alive()):
@@ -170,20 +177,21 @@ class Watch:
         broken = violation(facts, args, kwargs)
         if broken is not None:
             rule, how = broken
-            raise self.fail(rule, how)
+            self.refuse(rule, how, tensor=next(_all_tensors((args, kwargs)), None))
         generator = kwargs.get("generator")
         if facts.random and generator is not None and not any(_same_generator(generator, g) for g in self.generators):
-            raise self.fail("unregistered-generator", f"{facts.name} draws from a generator the runtime does not know")
+            self.refuse("unregistered-generator", f"{facts.name} draws from a generator the runtime does not know")
         target = kwargs.get("device")
         operands = list(_all_tensors((args, kwargs)))
         # a factory on another device is host work of no consequence, until something captured uses its result
         if target is not None and operands and torch.device(target).type != self.device.type:
-            raise self.fail("other-device", f"{facts.name} works on {target} while {self.device} is captured")
+            self.refuse("other-device", f"{facts.name} works on {target} while {self.device} is captured")
         for t in operands:
             if not is_plain(t):
-                raise self._not_plain(t)
+                self._refuse_not_plain(t)
             if t.device.type != self.device.type:
-                raise self.fail("other-device", f"{facts.name} uses {describe(t)} while {self.device} is captured")
+                what = f"{facts.name} uses {describe(t)} while {self.device} is captured"
+                self.refuse("other-device", what, tensor=t)
         if facts.changes_geometry and args[0]._base is None:
             self.storage_replaced(args[0], facts.name)
 
@@ -197,17 +205,19 @@ class Watch:
         """Refuse a state that changed between two operators: methods of a generator can be seen in no other way."""
         for generator, state, now in zip(self.generators, self._states, self._generator_states(), strict=False):
             if not torch.equal(now, state):
-                raise self.fail(
+                self.refuse(
                     "rng-state", f"the generator on {generator.device} was seeded, or its state set, inside the capture"
                 )
 
     def storage_replaced(self, t: torch.Tensor, how: str) -> None:
         """Refuse to give a tensor from outside another storage or shape: no replay repeats it, nothing undoes it."""
         if self.check and is_plain(t) and key_of(t) not in self.born:
-            raise self.fail("storage-replaced", f"{how} changes {describe(t)}, which was made outside the capture")
+            what = f"{how} changes {describe(t)}, which was made outside the capture"
+            self.refuse("storage-replaced", what, tensor=t)
 
-    def _not_plain(self, t: torch.Tensor) -> GraphSafeError:
-        return self.fail("not-capturable", f"{kind_of(t)} of dtype {t.dtype} is used inside the capture", why=NOT_PLAIN)
+    def _refuse_not_plain(self, t: torch.Tensor) -> None:
+        what = f"{kind_of(t)} of dtype {t.dtype} is used inside the capture"
+        self.refuse("not-capturable", what, tensor=t, why=NOT_PLAIN)
 
 
 def _same_generator(a: Any, b: Any) -> bool:
@@ -240,15 +250,19 @@ class _FunctionWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _HOST_READS:
             t = args[0] if args else None
-            raise self._watch.fail("host-read", f"{_HOST_READS[func]} reads {describe(t)} on the host")
+            self._watch.refuse("host-read", f"{_HOST_READS[func]} reads {describe(t)} on the host", tensor=t)
+            return self._watch.read_anyway(func, args, kwargs)
         if func in _RAW_ADDRESS and not self._watch.raw_addresses and not _called_by("triton"):
-            raise self._watch.fail(
+            self._watch.refuse(
                 "not-capturable",
                 f"{_RAW_ADDRESS[func]} hands out the raw address of {describe(args[0])}",
+                tensor=args[0],
                 why="Work done through a raw address on a CPU is not an operator, so it cannot be recorded.",
             )
         if func in _READS_ARGUMENTS and (read := next(argument_tensors((args[1:], kwargs)), None)) is not None:
-            raise self._watch.fail("host-read", f"{_READS_ARGUMENTS[func]} reads {describe(read)} on the host")
+            what = f"{_READS_ARGUMENTS[func]} reads {describe(read)} on the host"
+            self._watch.refuse("host-read", what, tensor=read)
+            return self._watch.read_anyway(func, args, kwargs)
         if func in _REPLACES_STORAGE:
             self._watch.storage_replaced(args[0], _REPLACES_STORAGE[func])
         return func(*args, **kwargs)
@@ -318,10 +332,10 @@ def _no_host_work(watch: Watch) -> Iterator[None]:
                 watch.other_threads_drew = True
                 return original(*args, **kwargs)
             if _called_by("torch._dynamo", frames=2):
-                raise watch.fail(
-                    "cold-kernel", "torch.compile would compile inside the capture", remedy=_COMPILE_REMEDY
-                )
-            raise watch.fail(rule, text)
+                watch.refuse("cold-kernel", "torch.compile would compile inside the capture", remedy=_COMPILE_REMEDY)
+            else:
+                watch.refuse(rule, text)
+            return original(*args, **kwargs)
 
         return refused
 
