@@ -23,6 +23,7 @@ from graphsafe.errors import (
 )
 from graphsafe.graphed import GraphedCallable, graphed
 from graphsafe.inputs import Input
+from graphsafe.lint import lint
 from graphsafe.metadata import ChunkTables, MetadataBuilder
 from graphsafe.runtime import CaptureGuard, Graph, GraphRuntime, MemoryFigures, get_runtime
 from graphsafe.train import TrainStep
@@ -52,6 +53,7 @@ __all__ = [
     "UnsupportedError",
     "get_runtime",
     "graphed",
+    "lint",
 ]
 
 __version__ = "0.1.0"

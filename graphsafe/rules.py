@@ -128,6 +128,13 @@ _ALL = (
         "Warm up with the same shapes, dtypes and options (runtime.warm_up does), then capture.",
     ),
     Rule(
+        "GS112",
+        "bad-allowance",
+        "A comment that allows a finding names a known rule and gives a reason.",
+        "What is allowed without a reason cannot be judged by the next reader, and a misspelt rule allows nothing.",
+        "Write '# graphsafe: allow GS101 why this is fine here', with a rule that 'graphsafe lint' reports.",
+    ),
+    Rule(
         "GS201",
         "input-rebound",
         "A bound input keeps its storage between capture and replay.",

@@ -9,6 +9,7 @@ import typer
 import graphsafe
 from graphsafe.cli.bench import bench
 from graphsafe.cli.demo import demo
+from graphsafe.cli.lint import lint
 from graphsafe.cli.price import price
 
 __all__ = ["app"]
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(bench)
 app.command()(price)
+app.command()(lint)
 
 
 def _version(wanted: bool) -> None:
