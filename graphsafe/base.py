@@ -33,6 +33,7 @@ from graphsafe._watch import Recorder, Watch
 from graphsafe.arena import Arena
 from graphsafe.bucket import Bucket
 from graphsafe.errors import GraphSafeError, error
+from graphsafe.explanations import explanation_of
 from graphsafe.metadata import BoundTables, MetadataBuilder, TorchMetadataBuilder
 from graphsafe.runtime import Graph, MemoryFigures
 from graphsafe.tree import tensors
@@ -287,7 +288,8 @@ class BaseRuntime:
 
     def explain(self, problem: BaseException | str | int) -> str:
         """What a device error means and what to do; the text itself where nothing is known about it."""
-        return str(problem)
+        found = explanation_of(problem)
+        return str(problem) if found is None else f"{found.meaning} {found.remedy}"
 
     # For adapters.
 
@@ -337,7 +339,7 @@ def _settle(watch: Watch, saved: SavedState, kept: Sequence[torch.Tensor]) -> No
             raise error(
                 "capture-leftover",
                 "state made by the first step has no value from before it (a momentum that starts as the gradient)",
-                remedy="Take one eager step of the optimizer before the capture, so that its state exists.",
+                remedy="Take one eager step first, so that the state exists: step.eager(batch) of a TrainStep.",
             )
 
 

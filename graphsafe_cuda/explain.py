@@ -5,23 +5,22 @@ The codes are those of cudaError_t (CUDA runtime documentation, section "Error h
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from graphsafe import explanations
+from graphsafe.explanations import Explanation, first
 
 __all__ = ["EXPLANATIONS", "Explanation", "explanation_of"]
 
-
-@dataclass(frozen=True)
-class Explanation:
-    """``pattern`` finds the error in a text; ``rule`` is the rule it breaks; then its meaning and the remedy."""
-
-    pattern: str
-    rule: str
-    meaning: str
-    remedy: str
-
+_CUDA = "CUDA Runtime API, cudaError_t (driver_types.h)"
 
 EXPLANATIONS = (
+    Explanation(  # before the codes: its text holds numbers
+        r"out of memory|CUDA error: 2\b",
+        "eager-failed",
+        "cudaErrorMemoryAllocation (2): the device has no memory left for the graph's pool.",
+        "Use a smaller bucket, share the pool between graphs, or free other tensors; the price of a bucket is known before "
+        "the capture (arena.price(), graphsafe price).",
+        _CUDA,
+    ),
     Explanation(
         r"\b900\b|StreamCaptureUnsupported|operation not permitted when stream is capturing",
         "not-capturable",
@@ -29,6 +28,7 @@ EXPLANATIONS = (
         "an allocation outside the caching allocator, a copy from pageable memory, or work on the default stream.",
         "Move it before the capture. Usual sources: .item() or .cpu(), a tensor made from a list, a library's first call "
         "(cuBLAS, cuDNN, NCCL) that makes a workspace, a kernel compiled or tuned for the first time.",
+        _CUDA,
     ),
     Explanation(
         r"\b901\b|StreamCaptureInvalidated|previous error during capture",
@@ -36,25 +36,57 @@ EXPLANATIONS = (
         "cudaErrorStreamCaptureInvalidated (901): an earlier call already broke this capture; the call that reports it is "
         "not the cause.",
         "Look for the first error, or for another thread that called CUDA during the capture.",
+        _CUDA,
     ),
     Explanation(
         r"\b90[2-6]\b|StreamCapture(Merge|Unmatched|Unjoined|Isolation|Implicit)",
         "not-capturable",
         "cudaErrorStreamCapture* (902 to 906): streams were forked, joined or mixed in a way that a capture cannot record.",
         "Join every stream that the body uses back to the capturing stream (stream.wait_stream), and use no default stream.",
+        _CUDA,
+    ),
+    Explanation(
+        r"\b907\b|cudaErrorCapturedEvent|event which was last recorded in a capturing stream",
+        "not-capturable",
+        "cudaErrorCapturedEvent (907): the host waited for, or asked about, an event that was recorded inside a capture.",
+        "Wait on the device (stream.wait_event), or record the event outside the capture.",
+        _CUDA,
+    ),
+    Explanation(
+        r"\b908\b|StreamCaptureWrongThread",
+        "not-capturable",
+        "cudaErrorStreamCaptureWrongThread (908): a capture was ended on another thread than the one that began it.",
+        "Begin and end the capture in one block on one thread.",
+        _CUDA,
+    ),
+    Explanation(
+        r"Cannot copy between CPU and CUDA tensors during CUDA graph capture",
+        "not-capturable",
+        "The body copies between the host and the device through pageable memory: a tensor made from a list, .cpu(), or a "
+        "tensor that was left on the CPU.",
+        "Make the tensor before the capture, keep it on the device, or bind it as an input.",
+        "pytorch pull request 172156",
+    ),
+    Explanation(
+        r"Offset increment outside graph capture encountered unexpectedly",
+        "capture-leftover",
+        "A generator of the device is still in the state of a capture that failed, so nothing eager can draw from it.",
+        "Capture with runtime.capture(), which gives generators back after a failure; otherwise start the process anew.",
+        "aten/src/ATen/cuda/CUDAGeneratorImpl.cpp",
+    ),
+    Explanation(
+        r"CUDA graphs must be captured on a non-default stream",
+        "not-capturable",
+        "The capture was begun on the default stream, which cannot be captured.",
+        "Use runtime.capture(), which runs on a side stream.",
+        "aten/src/ATen/cuda/CUDAGraph.cpp",
     ),
     Explanation(
         r"called a synchronizing CUDA operation",
         "host-read",
         "The body made the host wait for the device.",
         "Keep the value on the device, or read it before the capture.",
-    ),
-    Explanation(
-        r"out of memory|CUDA error: 2\b",
-        "eager-failed",
-        "cudaErrorMemoryAllocation (2): the device has no memory left for the graph's pool.",
-        "Use a smaller bucket, share the pool between graphs, or free other tensors; the price of a bucket is known before "
-        "the capture (arena.price(), graphsafe price).",
+        "torch.cuda.set_sync_debug_mode",
     ),
     Explanation(
         r"\b700\b|illegal memory access",
@@ -62,11 +94,12 @@ EXPLANATIONS = (
         "cudaErrorIllegalAddress (700): a kernel touched memory that is not there. The process cannot use CUDA any more.",
         "Run the body eagerly under compute-sanitizer. Under replay, look for a tensor that died or was moved after the "
         "capture, and for indices beyond the bucket.",
+        _CUDA,
     ),
 )
 
 
 def explanation_of(problem: BaseException | str | int) -> Explanation | None:
-    """The first explanation that fits an error, its text, or its code."""
+    """The first explanation that fits an error, its text, or its code: CUDA's, then the core's."""
     text = f"CUDA error: {problem}" if isinstance(problem, int) else str(problem)
-    return next((e for e in EXPLANATIONS if re.search(e.pattern, text)), None)
+    return first(EXPLANATIONS, text) or explanations.explanation_of(text)

@@ -9,6 +9,7 @@ import typer
 import graphsafe
 from graphsafe.cli.bench import bench
 from graphsafe.cli.demo import demo
+from graphsafe.cli.explain import explain
 from graphsafe.cli.lint import lint
 from graphsafe.cli.price import price
 
@@ -25,6 +26,7 @@ app.command()(demo)
 app.command()(bench)
 app.command()(price)
 app.command()(lint)
+app.command()(explain)
 
 
 def _version(wanted: bool) -> None:

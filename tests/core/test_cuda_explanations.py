@@ -19,6 +19,21 @@ from graphsafe_cuda.explain import EXPLANATIONS, explanation_of
         ("called a synchronizing CUDA operation", "host-read", "made the host wait"),
         (2, "eager-failed", "no memory left"),
         ("CUDA out of memory. Tried to allocate 2.00 GiB", "eager-failed", "no memory left"),
+        ("CUDA out of memory. Tried to allocate 900.00 MiB", "eager-failed", "no memory left"),
+        (907, "not-capturable", "cudaErrorCapturedEvent"),
+        (908, "not-capturable", "another thread"),
+        (
+            "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned",
+            "not-capturable",
+            "pageable memory",
+        ),
+        (
+            "Offset increment outside graph capture encountered unexpectedly.",
+            "capture-leftover",
+            "a capture that failed",
+        ),
+        ("CUDA graphs must be captured on a non-default stream.", "not-capturable", "begun on the default stream"),
+        ("Trying to backward through the graph a second time", "tensor-escapes", "kept and is used in another"),
         (700, "eager-failed", "touched memory that is not there"),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "eager-failed", "(700)"),
     ],
@@ -39,3 +54,4 @@ def test_what_is_not_known_is_not_explained(problem):
 def test_every_explanation_names_a_rule():
     for explanation in EXPLANATIONS:
         assert rule(explanation.rule).name == explanation.rule
+        assert explanation.source
