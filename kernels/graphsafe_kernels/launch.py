@@ -27,7 +27,7 @@ from graphsafe_kernels import _interpreter
 __all__ = ["PreparedLaunch"]
 
 _interpreter.prepare()
-_knobs = triton.knobs.runtime
+_knobs: Any = getattr(getattr(triton, "knobs", None), "runtime", None)  # none in Triton-Ascend 3.2
 
 
 def _hooked() -> bool:

@@ -41,5 +41,7 @@ def chunk_tables_kernel(cu_seqlens, chunk_indices, chunk_offsets, sequences, slo
             chunks += tl.sum(count, 0)
     live = sequence < sequences
     index = chunk_indices.dtype.element_ty
-    tl.store(chunk_indices + 2 * slot, tl.where(live, sequence, -1).to(index), mask=slot < slots)
-    tl.store(chunk_indices + 2 * slot + 1, tl.where(live, slot - first, 0).to(index), mask=slot < slots)
+    # one store of whole rows: the Ascend compiler fails on two masked stores of every other element
+    column = tl.arange(0, 2)[None, :]
+    row = tl.where(column == 0, tl.where(live, sequence, -1)[:, None], tl.where(live, slot - first, 0)[:, None])
+    tl.store(chunk_indices + 2 * slot[:, None] + column, row.to(index), mask=(slot < slots)[:, None])
