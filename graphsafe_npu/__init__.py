@@ -1,12 +1,9 @@
-"""The place of the Ascend adapter; there is none yet."""
+"""The Ascend runtime: the graph contract on ``torch.npu.NPUGraph``.
 
-from graphsafe.errors import error
+Importing this package needs neither torch_npu nor CANN; making an :class:`NpuRuntime` without them raises an error that
+says what is missing.
+"""
+
+from graphsafe_npu.runtime import NpuRuntime
 
 __all__ = ["NpuRuntime"]
-
-
-class NpuRuntime:
-    """Refuses: the Ascend runtime is not part of this version."""
-
-    def __init__(self) -> None:
-        raise error("runtime-missing", "the Ascend runtime is not part of this version of graphsafe")
