@@ -53,6 +53,7 @@ class _Entry:
     arena: Arena
     plan: InputPlan
     body: Callable[[], Any]
+    elsewhere: Callable[[], Any]
     probe: Callable[[Bucket], Any]
     graph: Any = None
     result: Any = None
@@ -179,7 +180,7 @@ class GraphedCallable:
             raise error("capacity", f"nothing to verify: {entry}")
         self._ensure_captured(entry)
         self._update(entry, call)
-        return verify_replay(self.runtime, entry.graph, entry.body, entry.result)
+        return verify_replay(self.runtime, entry.graph, entry.elsewhere, entry.result)
 
     def price(self) -> Price:
         """Static memory of the buckets prepared so far."""
@@ -275,7 +276,10 @@ class GraphedCallable:
                 capacity,
                 arena,
                 plan,
-                body=lambda: self._run(plan, template, arena.__getitem__, capacity),
+                # a new tensor object at each run, as in eager: a cache keyed by identity in the body misses in the
+                # capture too, and what it then does is seen
+                body=lambda: self._run(plan, template, lambda path: arena[path].detach(), capacity),
+                elsewhere=lambda: self._run(plan, template, lambda path: arena[path].clone(), capacity),
                 probe=lambda other: self._at_capacity(plan, template, arena, other),
             )
         return self._entries[key]

@@ -103,8 +103,8 @@ _ALL = (
         "GS108",
         "argument",
         "Arguments have the shapes, types and values the operator documents.",
-        "A wrong operand found inside a kernel would corrupt memory or results.",
-        "Pass what the operator's documentation asks for.",
+        "A call with it cannot mean what was asked, and found late it would corrupt memory or results.",
+        "Pass what the documentation of the function named asks for.",
     ),
     Rule(
         "GS109",

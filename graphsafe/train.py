@@ -72,6 +72,7 @@ class TrainStep:
         self._parameters = _named_parameters(model, optimizer)
         self.gradients = self._own_gradients(bucket or Bucket(1))
         self._host_values: dict[str, Any] | None = None
+        self._captured_state: dict[str, torch.Tensor] = {}
         takes_tables = "tables" in inspect.signature(loss_fn).parameters
         body = self._body_with_tables if takes_tables else self._body_without_tables
         self._graphed = GraphedCallable(
@@ -91,14 +92,14 @@ class TrainStep:
         """One step: update, replay. Returns the loss, a static tensor that the next step overwrites."""
         self._check(batch)
         loss: torch.Tensor = self._graphed(batch)
-        self._host_values = self._host_values or self._present_host_values()
+        self._remember()
         return loss
 
     def capture(self, batch: Any) -> list[CaptureFigures]:
         """Warm up and capture with this example; nothing is trained."""
         self._check(batch)
         figures = self._graphed.capture(batch)
-        self._host_values = self._present_host_values()
+        self._remember()
         return figures
 
     def eager(self, batch: Any) -> torch.Tensor:
@@ -112,7 +113,7 @@ class TrainStep:
         """Prove that a replayed step changes parameters, state and losses as an eager one does, bit for bit."""
         self._check(batch)
         found = self._graphed.verify(batch)
-        self._host_values = self._host_values or self._present_host_values()
+        self._remember()
         return found
 
     @property
@@ -163,7 +164,7 @@ class TrainStep:
             raise error(
                 "host-read",
                 f"{type(self.optimizer).__name__} reads its own state on the host: {problem.what}",
-                remedy="Make it with capturable=True (CUDA, NPU) or fused=True (CPU), where it has that option.",
+                remedy="Make it with fused=True, or with capturable=True on an accelerator, whichever it has.",
             ) from problem
 
     # Gradients and host values.
@@ -187,8 +188,24 @@ class TrainStep:
                     remedy="Leave p.grad alone, or set it to None; the step clears it in place.",
                 )
 
+    def _named_state(self) -> dict[str, torch.Tensor]:
+        """The optimizer's state tensors by name."""
+        names = {id(p): name for name, p in self._parameters.items()}
+        return {
+            f"optimizer.state[{names.get(id(p), '?')}][{key!r}]": t
+            for p, state in self.optimizer.state.items()
+            for key, t in state.items()
+            if isinstance(t, torch.Tensor)
+        }
+
     def _optimizer_state(self) -> list[torch.Tensor]:
-        return [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        return list(self._named_state().values())
+
+    def _remember(self) -> None:
+        """Note, once captured, what the graph has frozen."""
+        if self._host_values is None and self.stats.captures:
+            self._host_values = self._present_host_values()
+            self._captured_state = self._named_state()
 
     def _present_host_values(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -206,13 +223,24 @@ class TrainStep:
         self._attach_gradients()
         if self._host_values is None:
             return
+        self._check_state()
         for name, value in self._present_host_values().items():
             old = self._host_values.get(name)
             if value is not old and (isinstance(value, torch.Tensor) or isinstance(old, torch.Tensor) or value != old):
                 raise error(
                     "frozen-scalar",
                     f"{name} was {old!r} at capture and is {value!r} now",
-                    remedy="Make it a tensor changed in place (lr=torch.tensor(1e-3)), or make a new TrainStep.",
+                    remedy="Make a new TrainStep; a learning rate may be a tensor instead, changed in place.",
+                )
+
+    def _check_state(self) -> None:
+        present = self._named_state()
+        for name, captured in self._captured_state.items():
+            if present.get(name) is not captured:
+                raise error(
+                    "storage-replaced",
+                    f"{name} is another tensor than at capture; load_state_dict makes new ones",
+                    remedy="Load the optimizer's state before the first step, or make a new TrainStep after it.",
                 )
 
     def _check_parameters(self) -> None:

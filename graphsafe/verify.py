@@ -2,7 +2,8 @@
 
 Requirements
 ------------
-1. The same static inputs, the same random numbers and the same state for both runs.
+1. The same inputs, the same random numbers and the same state for both runs; eager gets its inputs in other tensors at
+   other addresses, so that what a body keeps by identity or address cannot serve both.
 2. All memory born in the graph, results included, is filled with NaN between them, so that leftovers cannot pass.
 3. Results and every tensor the body writes in place are compared, not results alone.
 4. Afterwards state and generators are what they were.
@@ -35,7 +36,7 @@ class Verification:
 
 
 def verify_replay(runtime: Any, graph: Any, body: Callable[[], Any], result: Any) -> Verification:
-    """Compare eager (``body`` on the static inputs) with a replay of ``graph``, whose results are ``result``.
+    """Compare eager (``body`` on copies of the static inputs) with a replay of ``graph``, whose results are ``result``.
 
     Raises PaddingError (rule replay-differs) that names the first difference.
     """
