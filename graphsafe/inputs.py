@@ -9,13 +9,15 @@ Requirements
    example's shows at the first batch of another size, which is refused by name; declaring the kind settles it.
 3. Leaves that share a ``cu_seqlens`` (the one in the same container) form a group with one T and one N.
 4. Every other leaf is a host value: it selects a graph where declared static, otherwise it may not change.
-5. Nothing here reads the device, except once, at capture, the example's live total.
+5. Nothing here reads the device, except once, at capture, the example's live total. Boundaries on a CPU are checked at
+   each call: from 0, never decreasing, no further than the tokens that there are.
 """
 
 from __future__ import annotations
 
 import enum
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -205,6 +207,8 @@ class InputPlan:
             self._check_tensor(path, t)
         for group in self.groups:
             self._check_group(call, group)
+            if call.tensors[group.boundaries].device.type == "cpu":
+                self._check_boundaries(call, group)
 
     def _check_structure(self, call: Call) -> None:
         missing = [p for p in self.inputs if p not in call.tensors]
@@ -248,6 +252,19 @@ class InputPlan:
             if len(set(sizes.values())) > 1:
                 text = ", ".join(f"{p}: {s}" for p, s in sizes.items())
                 raise error("structure", f"arguments of one packed batch disagree about its {kind}: {text}")
+
+    def _check_boundaries(self, call: Call, group: _Group) -> None:
+        """The values of boundaries, where reading them does not wait for a device."""
+        values = call.tensors[group.boundaries].tolist()
+        if values[0] != 0 or any(b < a for a, b in itertools.pairwise(values)):
+            raise error(
+                "tables", f"argument {group.boundaries!r} is {values}; boundaries start at 0 and never decrease"
+            )
+        for path in group.members:
+            how = self.inputs[path]
+            if how.kind == "tokens" and values[-1] > call.tensors[path].shape[how.axis]:
+                have = int(call.tensors[path].shape[how.axis])
+                raise error("tables", f"argument {group.boundaries!r} ends at {values[-1]}; {path!r} has {have} tokens")
 
     def template(self, call: Call) -> dict[str, Any]:
         """The call's arguments with a hole for each copied tensor: it keeps the structure, and no example alive."""

@@ -49,6 +49,13 @@ class ChunkTables:
         """NT, the rows of ``chunk_indices``."""
         return int(self.chunk_indices.shape[0])
 
+    def live(self, tokens: int) -> torch.Tensor:
+        """Which of ``tokens`` rows belong to the batch: bool ``[tokens]``, device work alone.
+
+        What sums over tokens in a captured body (a mean, a loss) must leave the other rows out.
+        """
+        return torch.arange(tokens, device=self.cu_seqlens.device) < self.cu_seqlens[-1]
+
 
 def build_tables(cu_seqlens: torch.Tensor, tokens: int, chunk_size: int = 64) -> ChunkTables:
     """Build the tables of a batch with device work alone.

@@ -25,6 +25,7 @@ def test_python_blocks_run_in_order(capsys):
     stats = namespace["forward"].stats
     assert (stats.captures, stats.replays, dict(stats.overflows)) == (1, 1, {"tokens": 1})
     assert namespace["step"].stats.replays == 3
+    assert (namespace["packed_step"].stats.captures, namespace["packed_step"].stats.replays) == (1, 3)
     assert "captures=1" in capsys.readouterr().out
 
 
