@@ -62,3 +62,37 @@ def test_price_refuses_a_malformed_bucket():
     done = run("price", "--bucket", "4096")
     assert done.returncode == 2
     assert "TOKENSxSEQUENCES is needed" in done.stderr
+
+
+@pytest.mark.parametrize("unequal", ["losses_bitwise_equal", "parameters_bitwise_equal"])
+def test_demo_ends_with_code_1_when_the_arms_differ(monkeypatch, unequal):
+    from typer.testing import CliRunner
+
+    from graphsafe.cli import demo as command
+    from graphsafe.cli.app import app
+    from graphsafe.demo.run import DemoFigures, StepFigures
+
+    zeros = {name: 0 for name in DemoFigures.__dataclass_fields__}
+    step = StepFigures(1.0, 1.5, 0.1, 0.1, 8, 1, 1)
+    filled = {"bucket_tokens": 8, "bucket_sequences": 1, "bucket_slots": 1, "device": "cpu", "layer": "gdn"}
+    equal = {"losses_bitwise_equal": True, "parameters_bitwise_equal": True, unequal: False}
+    figures = DemoFigures(**{**zeros, **filled, **equal, "steps": (step,)})
+    monkeypatch.setattr(command, "run_demo", lambda *_, **__: figures)
+    done = CliRunner().invoke(app, ["demo"])
+    assert done.exit_code == 1
+    assert "DIFFERENT" in done.output
+
+
+def test_the_arms_of_the_demo_are_compared_not_assumed(monkeypatch):
+    from graphsafe.demo import run as demo_run
+
+    original = demo_run._timed
+
+    def spoilt(arm, batch, runtime):
+        loss, seconds = original(arm, batch, runtime)
+        return (loss if isinstance(arm, demo_run.TrainStep) else loss + 1e-6), seconds
+
+    monkeypatch.setattr(demo_run, "_timed", spoilt)
+    figures = demo_run.run_demo("gdn", "cpu", 1)
+    assert not figures.losses_bitwise_equal
+    assert figures.parameters_bitwise_equal
