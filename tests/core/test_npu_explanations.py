@@ -32,6 +32,7 @@ from graphsafe_npu.explain import EXPLANATIONS, explanation_of
         ("Cannot run aclop operators during NPU graph capture.", "not-capturable", "aclop"),
         ("error: ub overflow, requires 2097152 bits", "eager-failed", "192 KiB"),
         ("grid should be less than 65536!", "unsupported", "65,535"),
+        ("Trying to backward through the graph a second time", "tensor-escapes", "kept and is used in another"),
         (RuntimeError("replay: error code is 507014"), "eager-failed", "in time"),
     ],
 )
@@ -51,3 +52,4 @@ def test_what_is_not_known_of_ascend_is_not_explained(problem):
 def test_every_ascend_explanation_names_a_rule():
     for explanation in EXPLANATIONS:
         assert rule(explanation.rule).name == explanation.rule
+        assert explanation.source
