@@ -206,7 +206,10 @@ class Watch:
         for generator, state, now in zip(self.generators, self._states, self._generator_states(), strict=False):
             if not torch.equal(now, state):
                 self.refuse(
-                    "rng-state", f"the generator on {generator.device} was seeded, or its state set, inside the capture"
+                    "rng-state",
+                    f"the state of the generator on {generator.device} changed between two operators of the capture: it "
+                    "was seeded or set, or another thread drew from it",
+                    remedy="Seed before the capture, and give other threads generators of their own.",
                 )
 
     def storage_replaced(self, t: torch.Tensor, how: str) -> None:

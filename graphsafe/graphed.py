@@ -117,6 +117,8 @@ class GraphedCallable:
         functools.update_wrapper(self, function)
         self.function = function
         self.runtime = runtime
+        if isinstance(buckets, Bucket):
+            raise error("argument", f"buckets is one Bucket ({buckets}); a list is needed: buckets=[bucket]")
         self.buckets = tuple(sorted(buckets))
         self.on_overflow = on_overflow
         self.stats = Stats()

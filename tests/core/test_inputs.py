@@ -134,3 +134,8 @@ def test_figures_are_json():
     assert found["overflows"] == {"tokens": 2}
     assert found["graphs"][0]["bucket"] == "64x4 (BT 16)"
     assert Stats().launches == 0
+
+
+def test_one_bucket_in_place_of_a_list_is_refused_by_name():
+    with pytest.raises(gs.ArgumentError, match=r"buckets=\[bucket\]"):
+        gs.graphed(lambda x, cu_seqlens: x, runtime=gs.get_runtime("cpu"), buckets=gs.Bucket(8, 1))
