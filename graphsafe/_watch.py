@@ -207,8 +207,8 @@ class Watch:
             if not torch.equal(now, state):
                 self.refuse(
                     "rng-state",
-                    f"the state of the generator on {generator.device} changed between two operators of the capture: it "
-                    "was seeded or set, or another thread drew from it",
+                    f"the state of the generator on {generator.device} changed between two operators of the capture: "
+                    "it was seeded or set, or another thread drew from it",
                     remedy="Seed before the capture, and give other threads generators of their own.",
                 )
 
