@@ -131,20 +131,27 @@ class CollectingWatch(Watch):
         super().before(func, facts, args, kwargs)
         rewritten = {key_of(t) for t in written(facts, args, kwargs) if is_plain(t)}
         for t in argument_tensors((args, kwargs)):
-            key = key_of(t)
-            if key not in self._earlier:
-                continue
-            if key not in rewritten:
-                made = self._earlier.made_at(key)
-                self.refuse(
-                    "tables",
-                    f"{facts.name} reads a table that an earlier run made from sequence boundaries"
-                    + (f", at {made}" if made else ""),
-                    tensor=t,
-                    why="The boundaries have changed since; a table kept for its tensor, or for a size, is stale.",
-                    remedy="Build the table anew from cu_seqlens in each run; one build can serve all layers of it.",
-                )
-            self._earlier.discard(key)  # once is enough, and what was rewritten is new
+            self._not_from_before(t, f"{facts.name} reads", rewritten)
+
+    def returned(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What the body returns is used too."""
+        for t in argument_tensors(tensors):
+            self._not_from_before(t, "the body returns", set())
+
+    def _not_from_before(self, t: torch.Tensor, use: str, rewritten: set[int]) -> None:
+        key = key_of(t)
+        if key not in self._earlier:
+            return
+        if key not in rewritten:
+            made = self._earlier.made_at(key)
+            self.refuse(
+                "tables",
+                f"{use} a table that an earlier run made from sequence boundaries" + (f", at {made}" if made else ""),
+                tensor=t,
+                why="The boundaries have changed since; a table kept for its tensor, or for a size, is stale.",
+                remedy="Build the table anew from cu_seqlens in each run; one build can serve all layers of it.",
+            )
+        self._earlier.discard(key)  # once is enough, and what was rewritten is new
 
     def after(
         self, func: Any, facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any

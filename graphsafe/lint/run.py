@@ -4,6 +4,7 @@ Requirements
 ------------
 1. The function runs as it is, on the tensors given; it need not know this project. It runs three times: once to warm
    up, which is judged only for failing, then twice, the second time with another layout in the same boundary tensors.
+   In these two ``torch.cuda.is_current_stream_capturing()`` says yes.
 2. What the runs write in place, gradients and generators are put back.
 3. A function that fails eagerly is no finding: rule ``eager-failed`` is raised.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,7 @@ from graphsafe.lint.differences import differences
 from graphsafe.lint.layouts import boundaries_among, other_layout
 from graphsafe.lint.report import Finding, Report
 from graphsafe.runtime import get_runtime
-from graphsafe.tree import leaves, tensors
+from graphsafe.tree import leaves, map_leaves, tensors
 
 __all__ = ["lint"]
 
@@ -68,42 +69,47 @@ class _Lint:
         for path, t in self.inputs.items():
             if t.device.type != "cpu":
                 raise error("argument", f"argument {path!r} is {describe(t)}; lint runs on small tensors of the CPU")
-        self.boundaries = boundaries_among(self.inputs)
+        self._with_own_boundaries()
         self.names = dict(_names(fn, self.inputs))
         self.definition = _definition(fn)
         self.earlier = Tables()
 
+    def _with_own_boundaries(self) -> None:
+        """Boundaries are new tensors: the caller's stay as they are, and no table is known for them already."""
+        given = boundaries_among(self.inputs)
+        own = {id(t): t.detach().clone() for t in given.values()}
+        self.boundaries = {path: own[id(t)] for path, t in given.items()}
+        self.inputs.update(self.boundaries)
+        if own:
+            self.args, self.kwargs = map_leaves(lambda _, leaf: own.get(id(leaf), leaf), (self.args, self.kwargs))
+
     def report(self) -> Report:
         if one_capture.running_here:
             raise error("out-of-order", "lint inside a capture", remedy="Lint before the capture.")
-        original = {path: t.detach().clone() for path, t in self.boundaries.items()}
-        other = {path: other_layout(t) for path, t in original.items()}
+        other = {path: other_layout(t) for path, t in self.boundaries.items()}
         changed = {path: t for path, t in other.items() if t is not None}
         findings: dict[tuple[str, str, int], Finding] = {}
+        self._run(capturing=False)
+        first = self._run()
+        _merge(findings, first.findings)
+        _write(self.boundaries, changed)
         try:
-            self._run()
-            first = self._run()
-            _merge(findings, first.findings)
-            _write(self.boundaries, changed)
+            second = self._run()
+        except GraphSafeError as problem:
+            if problem.rule.name != "eager-failed" or not changed:
+                raise
+            what = f"the body runs with one layout and fails with another of the same size: {problem.what}"
+            _merge(findings, [Finding.of(error("tables", what, where=problem.where))])
+        else:
             between = "with another layout in cu_seqlens" if changed else "with the same arguments"
-            try:
-                second = self._run()
-            except GraphSafeError as problem:
-                if problem.rule.name != "eager-failed" or not changed:
-                    raise
-                what = f"the body runs with one layout and fails with another of the same size: {problem.what}"
-                _merge(findings, [Finding.of(error("tables", what, where=problem.where))])
-            else:
-                _merge(findings, second.findings)
-                _merge(findings, list(differences(first.trace, second.trace, between)))
-        finally:
-            _write(self.boundaries, original)
+            _merge(findings, second.findings)
+            _merge(findings, differences(first.trace, second.trace, between))
         files = {s.where.file for s in first.trace if s.where} | {f.where.file for f in findings.values() if f.where}
         files |= {self.definition.file} if self.definition else set()
         standing, allowed = apply(findings.values(), files)
         return Report(_target(self.fn), _sorted(standing), _sorted(allowed), 2 if changed else 1, first.operators)
 
-    def _run(self) -> CollectingWatch:
+    def _run(self, *, capturing: bool = True) -> CollectingWatch:
         """One run of the body; everything but what Python keeps is put back."""
         generators = Generators(self.runtime.generators)
         saved = SavedState()
@@ -120,9 +126,11 @@ class _Lint:
         host_random = host_random_state()
         try:
             with contextlib.ExitStack() as active:
+                active.enter_context(_answering(capturing))
                 active.enter_context(watch.active())
                 active.enter_context(self.runtime._also_watching(watch, None))
                 result = self.fn(*self.args, **self.kwargs)
+            watch.returned(tensors(result))
             watch.generators_untouched()
             drew = any(f.rule.name == "host-randomness" for f in watch.findings)
             if host_random_state() != host_random and not drew and not watch.other_threads_drew:
@@ -138,6 +146,24 @@ class _Lint:
             generators.restore()
         self.earlier = watch.tables
         return watch
+
+
+@contextlib.contextmanager
+def _answering(capturing: bool) -> Iterator[None]:
+    """Code that asks whether a stream is captured is judged on the path that it takes when one is.
+
+    Builds of torch without CUDA do not answer at all, so the warm-up needs an answer too.
+    """
+    candidates: list[Any] = [torch.cuda, getattr(torch, "npu", None)]
+    devices = [m for m in candidates if hasattr(m, "is_current_stream_capturing")]
+    originals = [d.is_current_stream_capturing for d in devices]
+    for device in devices:
+        device.is_current_stream_capturing = lambda: capturing
+    try:
+        yield
+    finally:
+        for device, original in zip(devices, originals, strict=True):
+            device.is_current_stream_capturing = original
 
 
 def _escaped(watch: CollectingWatch, kept: list[torch.Tensor]) -> list[Finding]:

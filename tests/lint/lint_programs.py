@@ -110,6 +110,17 @@ def repeats_in_a_loop(x):
     return x
 
 
+def asks_whether_it_is_captured(x):
+    """As models do whose eager path may read the host, and whose captured path may not."""
+    if not torch.cuda.is_current_stream_capturing() and (x == 0).all():
+        return x
+    return x * 2
+
+
+def reads_only_when_captured(x):
+    return x * x.sum().item() if torch.cuda.is_current_stream_capturing() else x  # FINDS GS101
+
+
 class Counts(nn.Module):
     """A module whose Python counter takes part in the computation."""
 

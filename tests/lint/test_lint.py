@@ -61,6 +61,18 @@ def test_tables_kept_from_another_layout(by):
     assert "earlier run made from sequence boundaries" in str(report)
 
 
+def test_a_stale_table_that_is_only_returned():
+    cache = {}
+
+    def tables(cu_seqlens):
+        return cache.setdefault(id(cu_seqlens), cu_seqlens.diff() if id(cu_seqlens) not in cache else None)
+
+    cu_seqlens = packed()[1]
+    tables(cu_seqlens)  # what was kept before does not hide what is kept now
+    report = gs.lint(tables, cu_seqlens)
+    assert lines(report) == {("GS303", inspect.getsourcelines(tables)[1])}, str(report)
+
+
 def test_tables_built_in_each_run_are_clean():
     assert gs.lint(programs.BuiltTables(), *packed()).clean
 
@@ -88,6 +100,14 @@ def test_a_python_number_that_changes_from_run_to_run():
     report = gs.lint(programs.Counts(), vector())
     assert lines(report) == expected(programs.Counts), str(report)
     assert report.layouts == 1
+
+
+def test_code_that_asks_is_judged_on_the_path_it_takes_in_a_capture():
+    asked = torch.cuda.is_current_stream_capturing
+    assert gs.lint(programs.asks_whether_it_is_captured, vector()).clean
+    report = gs.lint(programs.reads_only_when_captured, vector())
+    assert lines(report) == expected(programs.reads_only_when_captured), str(report)
+    assert torch.cuda.is_current_stream_capturing is asked
 
 
 def test_an_everyday_module_is_clean():
