@@ -23,7 +23,7 @@ import torch
 from graphsafe._storage import is_plain, key_of
 from graphsafe._watch import Watch
 from graphsafe.errors import GraphSafeError, error
-from graphsafe.tree import tensors
+from graphsafe.tree import leaves, tensors
 
 __all__ = ["bound_tensors", "escaped", "escapes"]
 
@@ -84,7 +84,21 @@ def _behind(outputs: list[torch.Tensor]) -> Iterator[torch.Tensor]:
                     yield from tensors(getattr(node, name))
                 except RuntimeError:  # freed by a backward pass: nothing is kept
                     continue
-        yield from tensors(list(getattr(node, "__dict__", {}).values()))
+        yield from _attributes(node, seen)
+
+
+def _attributes(owner: Any, seen: set[Any]) -> Iterator[torch.Tensor]:
+    """Tensors that a node of the autograd graph keeps as attributes, or through objects of its function's own."""
+    for _, leaf in leaves(list(getattr(owner, "__dict__", {}).values())):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif not isinstance(leaf, _NOT_OWN) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield from _attributes(leaf, seen)
+
+
+_NOT_OWN = (type, types.ModuleType, types.FunctionType, torch.nn.Module)
+"""What a function may refer to without owning it."""
 
 
 def _holder(key: int, graph: Any) -> str:

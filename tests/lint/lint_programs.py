@@ -75,6 +75,24 @@ class Clip(torch.autograd.Function):
         return grad
 
 
+class Layout:
+    def __init__(self, x):
+        self.positive = x > 0
+
+
+class KeepsAnObject(torch.autograd.Function):
+    """Keeps a tensor for its backward inside an object of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.layout = Layout(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.where(ctx.layout.positive, grad * 2, 0)
+
+
 weight = nn.Parameter(torch.ones(4))
 weight.grad = torch.zeros(4)
 

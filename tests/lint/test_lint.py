@@ -159,6 +159,12 @@ def test_a_body_that_fails_with_the_second_layout_only():
     assert ("GS303", inspect.getsourcelines(body)[1] + 2) in lines(report), str(report)
 
 
+def test_what_the_autograd_graph_of_a_result_keeps_does_not_escape():
+    p = torch.nn.Parameter(torch.ones(4))
+    report = gs.lint(lambda x: programs.KeepsAnObject.apply(p * x), vector())
+    assert report.clean, str(report)
+
+
 def test_what_cannot_be_run_is_an_error():
     with pytest.raises(gs.BackendError, match="failed eagerly: RuntimeError"):
         gs.lint(programs.fails, vector())
