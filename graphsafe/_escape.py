@@ -119,7 +119,17 @@ def _holder(key: int, graph: Any) -> str:
 
 def _live_tensors() -> list[torch.Tensor]:
     # type(): some libraries hold proxies whose isinstance() does work or warns
-    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.layout is torch.strided]
+    found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.layout is torch.strided]
+    return [t for t in found if _has_storage(t)]
+
+
+def _has_storage(t: torch.Tensor) -> bool:
+    """False for what a function transform left behind: a wrapper, which says that it has one until it is asked."""
+    try:
+        t.untyped_storage()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _describe(referrer: Any, t: torch.Tensor) -> str | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
@@ -182,6 +183,7 @@ class Capture:
         problem = escaped(watch, kept, graph)
         if problem is not None:
             gc.collect()  # garbage keeps nothing
+            time.sleep(0.01)  # nor does a thread of autograd that waits for the interpreter to drop what it used
             problem = escaped(watch, kept, graph)
         if problem is None:
             self._runtime._captured(graph, watch)
