@@ -19,7 +19,9 @@ import graphsafe as gs
 from graphsafe._operators import facts_of, violation
 from graphsafe._watch import _HOST_READS
 from graphsafe.compare import differences
+from graphsafe.explanations import explanations_of
 from graphsafe.pricing import operator_price
+from graphsafe.rules import rule
 from graphsafe.testing.layouts import boundaries, layouts, naive_tables
 from graphsafe.testing.suite.checks import captured, clone, data, refused, same
 from graphsafe.verify import verify_replay
@@ -420,3 +422,22 @@ def test_vllm_57475_rf_detr_1490_the_price_is_known_before_anything_is_held(runt
     (figures,) = call.capture(data(runtime, 1, 64, 32), boundaries([64], device=runtime.device))
     assert figures.arena_bytes == figures.price_bytes == 128 * 32 * 4 + 5 * 4
     arena.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("aclmdlRICaptureEnd, error code is 107025", "joined"),
+        ("The Inner error is reported as above. error code 107030", "capture"),
+        ("NPU function error: AclrtSynchronizeStreamWithTimeout, error code is 507011", ""),
+    ],
+)
+def test_vllm_ascend_13792_6002_11514_raw_codes_are_explained(message, says):
+    """vllm-ascend 13792, 6002, 11514: users met 107025, 107030 and 507011 without a word on what they mean."""
+    found = explanations_of(message)
+    assert found, message
+    _, explanation = found[0]
+    assert str(rule(explanation.rule).category)
+    assert says in explanation.meaning
+    assert explanation.meaning
+    assert explanation.remedy
