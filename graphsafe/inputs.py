@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphsafe._storage import key_of
 from graphsafe.contract import describe
@@ -255,7 +256,11 @@ class InputPlan:
 
     def _check_boundaries(self, call: Call, group: _Group) -> None:
         """The values of boundaries, where reading them does not wait for a device."""
-        values = call.tensors[group.boundaries].tolist()
+        with (
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+        ):  # no read of the caller's: nobody's modes see it
+            values = call.tensors[group.boundaries].tolist()
         if values[0] != 0 or any(b < a for a, b in itertools.pairwise(values)):
             raise error(
                 "tables", f"argument {group.boundaries!r} is {values}; boundaries start at 0 and never decrease"
