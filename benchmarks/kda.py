@@ -4,7 +4,7 @@
     python benchmarks/kda.py --sections check,kernels --shape 4096x32 --vary gradient_block=16,32
 
 Sections: stages (what the preparation writes, against fp64: a miscompiled kernel shows here first), check, kernels,
-replay.
+replay, eager (the operator called eagerly at the batch's own size, waited for after each call).
 
 Times are microseconds. Replays: medians of a captured graph, 256 MB written before each sample, the arms of a shape in
 turn; *idle* waits for the device before a replay is asked for, *queued* asks for it behind the write. Kernels one by
@@ -30,13 +30,15 @@ from typing import Any
 import torch
 import triton
 
+from graphsafe_kernels import backend
 from graphsafe_kernels.delta_rule import make_options
-from graphsafe_kernels.kda import autograd, launch
+from graphsafe_kernels.kda import autograd, launch, op
 from graphsafe_kernels.reference import kda as reference
 from graphsafe_kernels.tables import build_tables
 
 try:
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    os.environ.setdefault("FLA_CACHE_RESULTS", "0")  # its choices are made here, not read from a disk
     from fla.ops.kda import chunk_kda as fla_chunk_kda
 except ImportError:
     fla_chunk_kda = None
@@ -81,6 +83,7 @@ class Case:
         self.operands = [q, k, v, g, beta.to(dtype), A_log, bias, state]
         self.gradients = [do, dstate]
         self.cu_seqlens = torch.tensor(layout(tokens, sequences), device="cuda", dtype=torch.int32)
+        self.cu_seqlens64 = self.cu_seqlens.long()
         self.options = make_options(scale=None, key_width=WIDTH, use_beta_sigmoid=False, allow_neg_eigval=False,
                                     output_final_state=True, qk_l2norm=True, gate_in_kernel=True, lower_bound=-5.0,
                                     safe_gate=safe, use_graph=True)  # fmt: skip
@@ -107,14 +110,34 @@ class Case:
         found = torch.autograd.grad(outputs, operands, [g.double() for g in self.gradients])
         return [*(t.detach() for t in outputs), *found]
 
-    def peer(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same by flash-linear-attention, in its own graph mode."""
+    def peer_forward(self, operands: list[torch.Tensor], use_graph: bool = True) -> tuple[torch.Tensor, ...]:
+        """The forward by flash-linear-attention, in its own graph mode or eager."""
         q, k, v, g, beta, A_log, dt_bias, state = operands
-        outputs = fla_chunk_kda(q, k, v, g, beta, initial_state=state, output_final_state=True, A_log=A_log,
-                                dt_bias=dt_bias, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-                                safe_gate=self.options.safe_gate, lower_bound=-5.0, use_graph=True,
-                                cu_seqlens=self.cu_seqlens.long(),
-                                max_num_seqs=self.cu_seqlens.shape[0] - 1)[:2]  # fmt: skip
+        more = {"use_graph": True, "max_num_seqs": self.cu_seqlens.shape[0] - 1} if use_graph else {}
+        found: tuple[torch.Tensor, ...] = fla_chunk_kda(
+            q, k, v, g, beta, initial_state=state, output_final_state=True, A_log=A_log, dt_bias=dt_bias,
+            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, safe_gate=self.options.safe_gate, lower_bound=-5.0,
+            cu_seqlens=self.cu_seqlens64, **more,
+        )[:2]
+        return found
+
+    def peer(self, operands: list[torch.Tensor], use_graph: bool = True) -> list[torch.Tensor]:
+        """Outputs and gradients by flash-linear-attention."""
+        outputs = self.peer_forward(operands, use_graph)
+        return [*outputs, *torch.autograd.grad(outputs, operands, self.gradients)]
+
+    def public(self, operands: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The forward as a caller writes it: checks, tables and launches."""
+        q, k, v, g, beta, A_log, dt_bias, state = operands
+        found: tuple[torch.Tensor, ...] = op.chunk_kda(
+            q, k, v, g, beta, initial_state=state, output_final_state=True, A_log=A_log, dt_bias=dt_bias,
+            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, safe_gate=self.options.safe_gate, lower_bound=-5.0,
+            cu_seqlens=self.cu_seqlens,
+        )  # type: ignore[assignment]
+        return found
+
+    def public_both(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = self.public(operands)
         return [*outputs, *torch.autograd.grad(outputs, operands, self.gradients)]
 
 
@@ -207,6 +230,28 @@ def replay_times(arms: dict[str, Any], samples: int = 21) -> dict[str, str]:
     return {name: f"{median[name, False]:.1f} / {median[name, True]:.1f}" for name in graphs}
 
 
+def eager_times(calls: dict[str, Any], samples: int = 50) -> dict[str, float]:
+    """Median wall time of each call from an idle device to an idle device, in turn."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(samples + 5):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            if turn >= 5:
+                found[name].append((time.perf_counter() - began) * 1e6)
+    return {name: round(statistics.median(times), 1) for name, times in found.items()}
+
+
+def without_gradients(call: Any) -> Any:
+    def inner() -> Any:
+        with torch.no_grad():
+            return call()
+
+    return inner
+
+
 def with_choices(choices: dict[str, Any]) -> None:
     """Let every later call use these fields of the configuration instead of the table's."""
     launch.choose = lambda *args: dataclasses.replace(_choose(*args), **choices)  # type: ignore[attr-defined]
@@ -225,15 +270,44 @@ def variants(vary: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def warm(choices: dict[str, Any], safe: bool, sequences: int) -> str:
+def warm(choices: dict[str, Any], safe: bool, sequences: int, heads: int) -> str:
     """Compile a variant's kernels, in a process of its own."""
     try:
         with_choices(choices)
-        case = Case(256, sequences, 2, safe=safe)
+        case = Case(256, sequences, heads, safe=safe)
         case.both(case.leaves())
         torch.cuda.synchronize()
     except Exception as e:  # a variant that does not compile is reported where it is timed
-        return f"{choices} safe={safe} sequences={sequences}: {e!r}"[:300]
+        return f"{choices} safe={safe} sequences={sequences} heads={heads}: {e!r}"[:300]
+    return ""
+
+
+def warm_peer(rank: int, of: int, safe: bool, heads: int) -> str:
+    """Compile the peer's kernels as one of several processes: each begins elsewhere in the lists of choices."""
+    from triton.runtime.autotuner import Autotuner
+
+    prune = Autotuner.prune_configs
+
+    def rotated(self: Any, kwargs: Any) -> list[Any]:
+        configs = prune(self, kwargs)
+        first = len(configs) * rank // of
+        return [*configs[first:], *configs[:first]]
+
+    def once(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
+        self.nargs = dict(zip(self.arg_names, args, strict=False))
+        try:
+            self.fn.run(*args, **(meta | config.all_kwargs()))
+        except Exception:  # a choice that does not fit the device is the peer's to skip
+            return [float("inf")] * 3
+        return [1.0] * 3
+
+    Autotuner.prune_configs, Autotuner._bench = rotated, once
+    try:
+        case = Case(256, 2, heads, safe=safe)
+        case.peer(case.leaves())
+        torch.cuda.synchronize()
+    except Exception as e:  # the peer is compiled again, and reported, where it is timed
+        return f"peer {rank} safe={safe} heads={heads}: {e!r}"[:300]
     return ""
 
 
@@ -241,7 +315,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sections", default="stages,check,kernels,replay")
     parser.add_argument("--shape", action="append")
-    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--heads", type=int, action="append")
+    parser.add_argument("--gates", default="safe,unsafe")
     parser.add_argument("--vary", action="append", default=[])
     parser.add_argument("--warm", type=int, default=0, help="processes that compile the variants beforehand")
     parser.add_argument("--json")
@@ -256,21 +331,32 @@ def main() -> None:
             Path(args.json).write_text(json.dumps(records, indent=1))
 
     chosen = variants(args.vary)
+    backend.TRITON["chunk_kda"] = autograd.__name__
+    gates = [name == "safe" for name in args.gates.split(",")]
+    all_heads = args.heads or [32]
+    shapes = [tuple(map(int, s.split("x"))) for s in args.shape or SHAPES]
     if args.warm:
-        work = [(c, s, n) for c in chosen for s in (True, False) for n in (1, 200) if not c or (s and n == 1)]
-        with multiprocessing.get_context("spawn").Pool(args.warm) as pool:
-            for problem in filter(None, pool.starmap(warm, work)):
+        timed = "kernels" in args.sections or "replay" in args.sections or "eager" in args.sections
+        work = [({}, s, n, h) for h in all_heads for s in gates for n in sorted({n for _, n in shapes}) if timed]
+        work += [({}, s, n, h) for s in gates for n, h in ((3, 2), (4, 4)) if not timed]
+        work += [(c, gates[0], shapes[0][1], h) for c in chosen[1:] for h in (all_heads if timed else (2, 4))]
+        with multiprocessing.get_context("spawn").Pool(args.warm, maxtasksperchild=1) as pool:
+            found = [pool.apply_async(warm, w) for w in work]
+            if fla_chunk_kda is not None and ("replay" in args.sections or "eager" in args.sections):
+                turns = itertools.product(all_heads, gates, range(args.warm))
+                found += [pool.apply_async(warm_peer, (r, args.warm, s, h)) for h, s, r in turns]
+            for problem in filter(None, (f.get() for f in found)):
                 emit(section="warm", problem=problem)
+        emit(section="warm", done=True)
     emit(section="device", name=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
          ptxas=os.environ.get("TRITON_PTXAS_PATH", "Triton's"))  # fmt: skip
-    shapes = [tuple(map(int, s.split("x"))) for s in args.shape or SHAPES]
     if "stages" in args.sections:
-        for choices, safe in itertools.product(chosen, (True, False)):
+        for choices, safe in itertools.product(chosen, gates):
             with_choices(choices)
             emit(section="stages", choices=f"{choices} safe={safe}", errors=stages(Case(192, 3, 2, safe=safe)))
     if "check" in args.sections:
         with_choices({})
-        for safe, inputs in itertools.product((True, False), INPUTS):
+        for safe, inputs in itertools.product(gates, INPUTS):
             case = Case(1024, 4, 4, safe=safe, inputs=inputs)
             want = case.exact()
             emit(section="check", inputs=f"{inputs} safe={safe}", errors=errors(case.both(case.leaves()), want))
@@ -281,21 +367,35 @@ def main() -> None:
             case = Case(1024, 4, 4)
             emit(section="check", choices=choices, errors=errors(case.both(case.leaves()), case.exact()))
     if "kernels" in args.sections:
-        for (tokens, sequences), choices in itertools.product(shapes, chosen):
+        for heads, (tokens, sequences), choices in itertools.product(all_heads, shapes, chosen):
             with_choices(choices)
-            case = Case(tokens, sequences, args.heads)
-            times = kernel_times(functools.partial(case.both, case.leaves()))
-            emit(section="kernels", shape=f"{tokens}x{sequences}", choices=choices, us=times)
+            for safe in gates if not choices else gates[:1]:
+                case = Case(tokens, sequences, heads, safe=safe)
+                times = kernel_times(functools.partial(case.both, case.leaves()))
+                shape = f"{tokens}x{sequences} H {heads} safe={safe}"
+                emit(section="kernels", shape=shape, choices=choices, us=times)
     if "replay" in args.sections:
         with_choices({})
-        for (tokens, sequences), safe in itertools.product(shapes, (True, False)):
-            case = Case(tokens, sequences, args.heads, safe=safe)
+        for heads, (tokens, sequences), safe in itertools.product(all_heads, shapes, gates):
+            case = Case(tokens, sequences, heads, safe=safe)
             leaves = case.leaves()
             arms = {"forward": functools.partial(case.forward, case.operands),
                     "both": functools.partial(case.both, leaves)}  # fmt: skip
             if fla_chunk_kda is not None:
+                arms["fla forward"] = functools.partial(case.peer_forward, case.operands)
                 arms["fla both"] = functools.partial(case.peer, leaves)
-            emit(section="replay", shape=f"{tokens}x{sequences} safe={safe}", us=replay_times(arms))
+            emit(section="replay", shape=f"{tokens}x{sequences} H {heads} safe={safe}", us=replay_times(arms))
+    if "eager" in args.sections:
+        with_choices({})
+        for heads, (tokens, sequences) in itertools.product(all_heads, shapes[:1]):
+            case = Case(tokens, sequences, heads)
+            leaves = case.leaves()
+            calls = {"forward": without_gradients(functools.partial(case.public, case.operands)),
+                     "both": functools.partial(case.public_both, leaves)}  # fmt: skip
+            if fla_chunk_kda is not None:
+                calls["fla forward"] = without_gradients(functools.partial(case.peer_forward, case.operands, False))
+                calls["fla both"] = functools.partial(case.peer, leaves, False)
+            emit(section="eager", shape=f"{tokens}x{sequences} H {heads}", us=eager_times(calls))
 
 
 if __name__ == "__main__":
