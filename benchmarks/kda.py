@@ -342,8 +342,9 @@ def main() -> None:
         work += [(c, gates[0], shapes[0][1], h) for c in chosen[1:] for h in (all_heads if timed else (2, 4))]
         with multiprocessing.get_context("spawn").Pool(args.warm, maxtasksperchild=1) as pool:
             found = [pool.apply_async(warm, w) for w in work]
-            if fla_chunk_kda is not None and ("replay" in args.sections or "eager" in args.sections):
-                turns = itertools.product(all_heads, gates, range(args.warm))
+            if fla_chunk_kda is not None and args.sections != "kernels":
+                heads = (all_heads if timed else []) + ([4] if "check" in args.sections else [])
+                turns = itertools.product(heads, gates, range(args.warm))
                 found += [pool.apply_async(warm_peer, (r, args.warm, s, h)) for h, s, r in turns]
             for problem in filter(None, (f.get() for f in found)):
                 emit(section="warm", problem=problem)
