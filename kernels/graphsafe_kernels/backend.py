@@ -23,13 +23,14 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["OPERATORS", "REFERENCE", "TRITON", "implementation", "reference_only", "resolve"]
+__all__ = ["OPERATORS", "REFERENCE", "TRITON", "implementation", "only_reference", "reference_only", "resolve"]
 
 REFERENCE: dict[str, str] = {
     "build_tables": "graphsafe.metadata",
     "causal_conv1d": "graphsafe_kernels.reference.conv",
     "chunk_gated_delta_rule": "graphsafe_kernels.reference.gated_delta_rule",
     "chunk_kda": "graphsafe_kernels.reference.kda",
+    "clear_padding": "graphsafe_kernels.reference.rows",
     "fused_kda_gate": "graphsafe_kernels.reference.gate",
     "fused_recurrent_gated_delta_rule": "graphsafe_kernels.reference.recurrent",
     "fused_recurrent_kda": "graphsafe_kernels.reference.recurrent",
@@ -40,6 +41,8 @@ REFERENCE: dict[str, str] = {
 TRITON: dict[str, str] = {
     "build_tables": "graphsafe_kernels.tables",
     "causal_conv1d": "graphsafe_kernels.conv.autograd",
+    "clear_padding": "graphsafe_kernels.layers.clear",
+    "rms_norm": "graphsafe_kernels.norm.autograd",
 }
 """Operator -> module of its Triton implementation, for the operators whose kernels serve by default.
 
@@ -62,6 +65,11 @@ def reference_only() -> Iterator[None]:
         _reference_only.reset(token)
 
 
+def only_reference() -> bool:
+    """Whether the caller is inside ``reference_only()``."""
+    return _reference_only.get()
+
+
 def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
@@ -70,7 +78,7 @@ def implementation(operator: str, device: torch.device) -> Literal["reference", 
     """The implementation that serves ``operator`` for a tensor on ``device``."""
     if operator not in REFERENCE:
         raise KeyError(f"no operator {operator!r}; known: {', '.join(OPERATORS)}")
-    if operator in TRITON and not _reference_only.get() and (device.type != "cpu" or _interpreting()):
+    if operator in TRITON and not only_reference() and (device.type != "cpu" or _interpreting()):
         return "triton"
     return "reference"
 

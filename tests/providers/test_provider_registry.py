@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import subprocess
 import sys
@@ -14,8 +15,11 @@ from provider_operands import operands
 
 from graphsafe.errors import ArgumentError, UnsupportedError
 from graphsafe_kernels import providers
+from graphsafe_kernels.backend import reference_only
+from graphsafe_kernels.conv import causal_conv1d
 from graphsafe_kernels.kda import chunk_kda
-from graphsafe_kernels.providers import registry
+from graphsafe_kernels.providers import choice, registry
+from graphsafe_kernels.providers.own import build_tables
 from graphsafe_kernels.providers.service import Provider, Service
 
 PACKED = frozenset({"cu_seqlens"})
@@ -47,7 +51,7 @@ def doubling(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def by(**choice: Any) -> torch.Tensor:
-    return providers.chunk_kda(**operands(), **choice)[0]
+    return chunk_kda(**operands(), **choice)[0]
 
 
 def test_default_is_this_projects_own() -> None:
@@ -70,6 +74,54 @@ def test_argument_beats_context_beats_environment(doubling: str, monkeypatch: py
     assert torch.equal(by(), 2 * plain)
 
 
+def test_every_public_operator_follows_the_choice() -> None:
+    """Each takes ``provider``, and a layer's call of it follows context and environment."""
+    from graphsafe_kernels.gdn import chunk_gated_delta_rule
+
+    for operator in (chunk_kda, chunk_gated_delta_rule, causal_conv1d):
+        assert inspect.signature(operator).parameters["provider"].default is None
+        call = operands(operator.__name__)
+        with providers.using("fla_npu"), pytest.raises(UnsupportedError, match="'fla_npu'"):
+            operator(**call)
+        same = [t[0] for t in (operator(**call), operator(**call, provider="reference"))]
+        assert torch.equal(*same)
+
+
+def test_a_layer_follows_the_context(doubling: str) -> None:
+    from graphsafe_kernels.layers import KimiDeltaAttention
+
+    layer = KimiDeltaAttention(hidden_size=16, num_heads=1, head_dim=8)
+    x = torch.randn(1, 20, 16)
+    with torch.no_grad():
+        plain = layer(x)[0]
+        with providers.using(doubling, "chunk_kda"):
+            other = layer(x)[0]
+    assert not torch.equal(plain, other)
+
+
+def test_nothing_is_chosen_for_an_oracle(doubling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = by()
+    monkeypatch.setenv(providers.ENVIRONMENT_VARIABLE, "doubling")
+    with reference_only():
+        assert torch.equal(by(), plain)
+
+
+def test_a_call_that_chooses_nothing_is_handed_on_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a choice neither a request nor a provider is made: the default path stays cheap."""
+    monkeypatch.setattr(choice, "serve", None)
+    monkeypatch.setattr(choice, "get_provider", None)
+    by()
+
+
+def test_an_error_of_an_operator_names_the_callers_line() -> None:
+    with pytest.raises(ArgumentError) as raised:
+        chunk_kda(**{**operands(), "beta": torch.ones(3)})
+    assert "test_provider_registry.py" in str(raised.value)
+    with pytest.raises(UnsupportedError) as raised:
+        by(provider="fla_npu")
+    assert "test_provider_registry.py" in str(raised.value)
+
+
 def test_environment_names_operators_apart(doubling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(providers.ENVIRONMENT_VARIABLE, "reference, chunk_kda=doubling")
     assert providers.chosen("chunk_kda").name == "doubling"
@@ -80,7 +132,7 @@ def test_environment_names_operators_apart(doubling: str, monkeypatch: pytest.Mo
 
 
 def test_every_choice_is_logged_once(doubling: str, caplog: pytest.LogCaptureFixture) -> None:
-    registry._logged.clear()
+    choice._logged.clear()
     with caplog.at_level(logging.DEBUG, logger=providers.ENTRY_POINTS):
         by()
         by(provider="doubling")
@@ -120,7 +172,7 @@ def test_a_request_it_cannot_serve_is_refused_with_the_reason(
     monkeypatch.setitem(registry._providers, "doubling", Doubling(**declared))
     call = {**operands(dtype=changes.pop("dtype", torch.float32)), **changes}
     with pytest.raises(UnsupportedError) as raised:
-        providers.chunk_kda(**call, provider="doubling")
+        chunk_kda(**call, provider="doubling")
     assert reason in str(raised.value)
     assert "'doubling'" in str(raised.value)
     # nothing else served it, and the survey says the same
@@ -132,24 +184,24 @@ def test_a_backward_it_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch)
     call = operands()
     call["q"].requires_grad_()
     with pytest.raises(UnsupportedError, match="no backward"):
-        providers.chunk_kda(**call, provider="doubling")
+        chunk_kda(**call, provider="doubling")
     with torch.no_grad():
-        providers.chunk_kda(**call, provider="doubling")
+        chunk_kda(**call, provider="doubling")
 
 
 def test_an_operator_it_does_not_have_is_refused(doubling: str) -> None:
     with pytest.raises(UnsupportedError, match=r"it has no causal_conv1d; it has chunk_kda"):
-        providers.causal_conv1d(**operands("causal_conv1d"), provider="doubling")
+        causal_conv1d(**operands("causal_conv1d"), provider="doubling")
 
 
 def test_a_default_value_is_no_option(doubling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._providers, "doubling", Doubling(options=PACKED, unsafe="no tables"))
-    providers.chunk_kda(**operands(), use_graph=False, use_qk_l2norm_in_kernel=False, provider="doubling")
+    chunk_kda(**operands(), use_graph=False, use_qk_l2norm_in_kernel=False, provider="doubling")
 
 
 def test_a_call_that_does_not_fit_the_operator_is_refused() -> None:
     with pytest.raises(ArgumentError, match="chunk_kda"):
-        providers.chunk_kda(provider="reference")
+        chunk_kda(provider="reference")
 
 
 def test_reference_never_takes_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +216,7 @@ def test_reference_never_takes_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_tables_have_providers_too() -> None:
     boundaries = torch.tensor([0, 70, 200], dtype=torch.int32)
-    built = [providers.build_tables(boundaries, 256, provider=name) for name in ("graphsafe", "reference")]
+    built = [build_tables(boundaries, 256, provider=name) for name in ("graphsafe", "reference")]
     assert torch.equal(built[0].chunk_indices, built[1].chunk_indices)
     assert built[0].slots == 5
 

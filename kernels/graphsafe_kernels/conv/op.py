@@ -18,6 +18,7 @@ from graphsafe.contract import check_cu_seqlens, check_tensor, resolve_tables
 from graphsafe.errors import error
 from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.backend import resolve
+from graphsafe_kernels.providers.choice import selectable
 
 __all__ = ["causal_conv1d"]
 
@@ -28,6 +29,7 @@ _checked: set[object] = set()
 _MOST_CHECKED = 4096
 
 
+@selectable
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -45,6 +47,8 @@ def causal_conv1d(
     max_num_seqs: int | None = None,
     chunk_offsets: torch.Tensor | None = None,
     chunk_size: int = 64,
+    *,
+    provider: str | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Depthwise causal convolution over the last W tokens, with bias, activation, residual and states.
@@ -64,7 +68,8 @@ def causal_conv1d(
     ``use_graph=True`` promises that T, N and the tables are a bucket's, fixed from call to call; ``chunk_indices``
     and ``chunk_offsets`` are the bucket's tables for ``chunk_size``, built where they are needed when omitted. Only
     ``backend='triton'``, the default, is served: this project's own kernels, or on a CPU their reference. First-order
-    gradients; a ``cu_seqlens`` written to before the backward is refused there.
+    gradients; a ``cu_seqlens`` written to before the backward is refused there. ``provider`` names whose kernels serve
+    the call instead; see :mod:`graphsafe_kernels.providers`.
 
     Raises :class:`graphsafe.errors.ArgumentError` (GS108) for wrong operands, GS106 for what is not supported,
     GS303 for tables that do not agree, GS302 from the backward for changed boundaries.

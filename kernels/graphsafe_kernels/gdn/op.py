@@ -25,6 +25,7 @@ from graphsafe_kernels.delta_rule import (
     refuse_graph,
     tables_for,
 )
+from graphsafe_kernels.providers.choice import selectable
 
 __all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
 
@@ -37,6 +38,7 @@ def _require_A_log(gate_in_kernel: bool, A_log: Any) -> None:
                     remedy="Pass A_log [HV]; zeros give a unit scale.")
 
 
+@selectable
 def chunk_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -62,6 +64,7 @@ def chunk_gated_delta_rule(
     use_graph: bool = False,
     max_num_seqs: int | None = None,
     chunk_offsets: torch.Tensor | None = None,
+    provider: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gated delta rule over whole sequences, in chunks; differentiable once.
 
@@ -86,13 +89,14 @@ def chunk_gated_delta_rule(
         chunk_size: 16, 32 or 64.
         use_graph: the call is, or may be, captured: nothing reads the device from the host. ``max_num_seqs`` must be
             N if it is given.
+        provider: whose kernels serve the call, by name; see :mod:`graphsafe_kernels.providers`.
 
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype, and the states or None.
 
     Raises:
         ArgumentError: wrong shape, dtype, device, value or combination (GS108).
-        UnsupportedError: ``cu_seqlens_cpu`` or ``cp_context`` was passed (GS106).
+        UnsupportedError: ``cu_seqlens_cpu`` or ``cp_context``, or a call that the provider cannot serve (GS106).
         MetadataError: tables that do not agree with the batch (GS303); in the backward, ``cu_seqlens`` was written to
             since the forward (GS302).
     """

@@ -26,6 +26,7 @@ from graphsafe_kernels.delta_rule import (
     refuse_graph,
     tables_for,
 )
+from graphsafe_kernels.providers.choice import selectable
 
 __all__ = ["chunk_kda", "fused_kda_gate", "fused_recurrent_kda"]
 
@@ -33,6 +34,7 @@ _CHUNK_SIZES = (32, 64)
 _SAFE_LOWER_BOUND = -5.0
 
 
+@selectable
 def chunk_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -62,6 +64,7 @@ def chunk_kda(
     chunk_size: int = 64,
     chunk_indices: torch.Tensor | None = None,
     chunk_offsets: torch.Tensor | None = None,
+    provider: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Kimi delta attention over whole sequences, in chunks; differentiable once.
 
@@ -91,6 +94,7 @@ def chunk_kda(
         A_log, dt_bias: ``[HV]`` and ``[HV * K]``, for ``use_gate_in_kernel``; an omitted ``A_log`` is a unit scale.
         chunk_size: 32 or 64.
         chunk_indices, chunk_offsets: the tables of ``cu_seqlens``, built on the device if omitted.
+        provider: whose kernels serve the call, by name; see :mod:`graphsafe_kernels.providers`.
 
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype, and the states or None. With
@@ -99,7 +103,7 @@ def chunk_kda(
 
     Raises:
         ArgumentError: wrong shape, dtype, device, value or combination (GS108).
-        UnsupportedError: ``cu_seqlens_cpu`` or ``cp_context`` was passed (GS106).
+        UnsupportedError: ``cu_seqlens_cpu`` or ``cp_context``, or a call that the provider cannot serve (GS106).
         MetadataError: tables that do not agree with the batch (GS303); in the backward, ``cu_seqlens`` was written to
             since the forward (GS302).
     """

@@ -1,25 +1,19 @@
 """Providers: implementations of one operator, this project's and others', behind one call.
 
-``chunk_gated_delta_rule``, ``chunk_kda``, ``causal_conv1d`` and ``build_tables`` here are the operators of this package
-with one more argument, ``provider``; see :mod:`graphsafe_kernels.providers.registry` for how one is chosen.
+The public operators take a ``provider``; :mod:`graphsafe_kernels.providers.choice` says how one is chosen, and
+:mod:`graphsafe_kernels.providers.service` what one declares.
 """
 
-from graphsafe_kernels.providers.registry import (
+from graphsafe_kernels.providers.choice import (
     DEFAULT,
-    ENTRY_POINTS,
     ENVIRONMENT_VARIABLE,
-    build_tables,
-    causal_conv1d,
     chosen,
-    chunk_gated_delta_rule,
-    chunk_kda,
-    get_provider,
-    known_providers,
-    register,
+    selectable,
     serve,
     survey,
     using,
 )
+from graphsafe_kernels.providers.registry import ENTRY_POINTS, get_provider, known_providers, register
 from graphsafe_kernels.providers.service import Provider, Request, Service, request_of
 
 __all__ = [
@@ -29,15 +23,12 @@ __all__ = [
     "Provider",
     "Request",
     "Service",
-    "build_tables",
-    "causal_conv1d",
     "chosen",
-    "chunk_gated_delta_rule",
-    "chunk_kda",
     "get_provider",
     "known_providers",
     "register",
     "request_of",
+    "selectable",
     "serve",
     "survey",
     "using",

@@ -55,7 +55,7 @@ class FlaProvider(Provider):
 
     name = "fla"
     install = "pip install flash-linear-attention, on a machine with an NVIDIA GPU or an Ascend NPU"
-    notes = ("its dispatch to other back ends is off",)
+    notes: tuple[str, ...] = ("its dispatch to other back ends is off",)
 
     def __init__(self) -> None:
         self.services = {
@@ -121,5 +121,5 @@ class UnguardedFlaProvider(FlaProvider):
     def function(self, operator: str) -> Callable[..., Any]:
         call = super().function(operator)
         if operator == "chunk_gated_delta_rule":
-            importlib.import_module("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
+            vars(importlib.import_module("fla.ops.common.chunk_o"))["TRITON_ABOVE_3_7_1"] = True
         return call

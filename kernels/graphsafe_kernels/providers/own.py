@@ -17,7 +17,8 @@ import torch
 
 from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.backend import reference_only, resolve
-from graphsafe_kernels.providers.service import OPERATORS, Provider, Service, public_operator
+from graphsafe_kernels.providers.choice import selectable
+from graphsafe_kernels.providers.service import OPERATORS, Provider, Service, own_operator
 
 __all__ = ["GraphsafeProvider", "ReferenceProvider", "build_tables"]
 
@@ -25,7 +26,10 @@ _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGER = (torch.int32, torch.int64)
 
 
-def build_tables(cu_seqlens: torch.Tensor, tokens: int, chunk_size: int = 64) -> ChunkTables:
+@selectable
+def build_tables(
+    cu_seqlens: torch.Tensor, tokens: int, chunk_size: int = 64, *, provider: str | None = None
+) -> ChunkTables:
     """A batch's chunk tables, built on the device of ``cu_seqlens``; see :func:`graphsafe.metadata.build_tables`."""
     tables: ChunkTables = resolve("build_tables", cu_seqlens.device)(cu_seqlens, tokens, chunk_size)
     return tables
@@ -47,7 +51,7 @@ class GraphsafeProvider(Provider):
         return None
 
     def function(self, operator: str) -> Callable[..., Any]:
-        return public_operator(operator)
+        return own_operator(operator)
 
 
 class ReferenceProvider(Provider):
@@ -63,11 +67,11 @@ class ReferenceProvider(Provider):
 
     @functools.cache  # noqa: B019 (one object per process)
     def function(self, operator: str) -> Callable[..., Any]:
-        public = public_operator(operator)
+        own = own_operator(operator)
 
-        @functools.wraps(public)
+        @functools.wraps(own)
         def reference(*args: Any, **kwargs: Any) -> Any:
             with reference_only():
-                return public(*args, **kwargs)
+                return own(*args, **kwargs)
 
         return reference

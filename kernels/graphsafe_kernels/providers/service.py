@@ -40,17 +40,19 @@ GRAPH_ARGUMENTS = ("use_graph", "max_num_seqs", "chunk_indices", "chunk_offsets"
 
 
 @functools.cache
-def public_operator(operator: str) -> Callable[..., Any]:
-    """This package's own function of that name."""
+def own_operator(operator: str) -> Callable[..., Any]:
+    """This package's own function of that name, past the choice of a provider."""
     if operator not in OPERATORS:
         raise error("argument", f"no operator {operator!r} has providers; there are {', '.join(OPERATORS)}")
-    function: Callable[..., Any] = getattr(importlib.import_module(OPERATORS[operator]), operator)
+    function: Callable[..., Any] = getattr(importlib.import_module(OPERATORS[operator]), operator).__wrapped__
     return function
 
 
 @functools.cache
 def _signature(operator: str) -> inspect.Signature:
-    return inspect.signature(public_operator(operator))
+    """The public signature, less the choice of a provider, which is no part of a request."""
+    signature = inspect.signature(own_operator(operator))
+    return signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "provider"])
 
 
 @dataclass(frozen=True)
