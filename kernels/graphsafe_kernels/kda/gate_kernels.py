@@ -1,4 +1,5 @@
-"""The per-channel gate of KDA: its log in base 2, its derivative, and the terms of its parameters' gradients.
+"""The per-channel gate of KDA: its log in base 2, its derivative, and the terms of its parameters' gradients; and the
+gate as an operator of its own, forward and backward.
 
 Sources: mathematics of the operators, options ``use_gate_in_kernel`` (both forms), ``A_log`` omitted, ``lower_bound``.
 
@@ -17,6 +18,8 @@ from graphsafe_kernels.delta.gate_kernels import LOG2E, softplus
 
 LOWEST: tl.constexpr = tl.constexpr(-160.0)
 """The least log gate in base 2: 2^-160 is zero in fp32, and sums over a chunk stay small enough to be exact enough."""
+GATE_LOWEST: tl.constexpr = tl.constexpr(-1e30)
+"""The least natural log gate that is written out, as in the reference."""
 LARGEST: tl.constexpr = tl.constexpr(2.3e38)
 """The largest factor exp(A_log): finite in fp32, also times log2(e)."""
 
@@ -74,3 +77,58 @@ def load_gate(g, dt_bias, row, rows, hv, column, HV: tl.constexpr, K: tl.constex
     if BIAS:
         z += tl.load(dt_bias + hv * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
     return z
+
+
+@triton.jit
+def load_tile(pointer, i, hv, c, mask, HV: tl.constexpr, K: tl.constexpr):
+    """Rows ``i`` (int64) and channels ``c`` of one head of a tensor [rows, HV, K], in fp32."""
+    at = pointer + (i * HV + hv)[:, None] * K + c[None, :]
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["bound", "rows"])
+def gate_kernel(
+    g, A_log, dt_bias, y, bound, rows, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+    GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """The natural log gate y of its input g, both ``[rows, HV, K]``. One program per ROWS rows and head, heads
+    fastest."""
+    hv = tl.program_id(0) % HV
+    i = (tl.program_id(0) // HV).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, BK)
+    mask = (i < rows)[:, None] & (c < K)[None, :]
+    z = load_tile(g, i, hv, c, mask, HV, K)
+    if BIAS:
+        z += tl.load(dt_bias + hv * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
+    factor = gate_factor(A_log, hv, SCALED)
+    if GATE == 1:
+        x = softplus(z) * (0.0 - factor)
+        x = tl.where(x < GATE_LOWEST, GATE_LOWEST, x)
+    else:
+        x = scaled_sigmoid(z, factor) * bound
+    tl.store(y + (i * HV + hv)[:, None] * K + c[None, :], x.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["bound", "rows"])
+def gate_backward_kernel(
+    g, A_log, dt_bias, dy, dg, scale_sums, bias_sums, bound, rows, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    ROWS: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """dg like g from dy, and the gate parameters' sums over each block of rows: scale_sums ``[blocks, HV]``, bias_sums
+    ``[blocks, HV, K]`` fp32. Where dy is zero everything is, whatever g holds."""
+    pid = tl.program_id(0)
+    hv = pid % HV
+    i = (pid // HV).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, BK)
+    mask = (i < rows)[:, None] & (c < K)[None, :]
+    z = load_tile(g, i, hv, c, mask, HV, K)
+    d = load_tile(dy, i, hv, c, mask, HV, K)
+    if BIAS:
+        z += tl.load(dt_bias + hv * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
+    dx, dA = gate_gradient(z, d, gate_factor(A_log, hv, SCALED), bound, GATE)
+    dx = tl.where(d == 0, 0.0, dx)
+    tl.store(dg + (i * HV + hv)[:, None] * K + c[None, :], dx.to(dg.dtype.element_ty), mask=mask)
+    if SCALED:
+        tl.store(scale_sums + pid, tl.sum(tl.sum(tl.where(d == 0, 0.0, dA), 1), 0))
+    if BIAS:
+        tl.store(bias_sums + pid.to(tl.int64) * K + c, tl.sum(dx, 0), mask=c < K)
