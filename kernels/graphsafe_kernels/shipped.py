@@ -24,6 +24,8 @@ MODULES = (
     "graphsafe_kernels.conv.shipped",
     "graphsafe_kernels.gdn.shipped",
     "graphsafe_kernels.kda.shipped",
+    "graphsafe_kernels.layers.clear",
+    "graphsafe_kernels.norm.shipped",
 )
 """Modules with a function ``shipped(policy) -> Iterator[Shipped]``."""
 

@@ -15,7 +15,7 @@ import torch
 
 from graphsafe.errors import error
 
-__all__ = ["SavedBoundaries", "compute_dtype", "ordered_sum", "padding_rows", "sigmoid"]
+__all__ = ["SavedBoundaries", "clear_padding", "compute_dtype", "ordered_sum", "padding_rows", "sigmoid"]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -49,6 +49,12 @@ def padding_rows(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     """Which of ``tokens`` rows lie beyond the live total: bool ``[tokens]``, made on the device."""
     rows = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return rows >= cu_seqlens[-1:]
+
+
+def clear_padding(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """``x`` ``[1, T, ...]`` with zeros in the rows beyond the live total, whatever they held."""
+    rows = padding_rows(cu_seqlens, x.shape[1]).reshape(1, -1, *[1] * (x.dim() - 2))
+    return x.masked_fill(rows, 0)
 
 
 class SavedBoundaries:
