@@ -338,12 +338,12 @@ def main() -> None:
     if args.warm:
         timed = "kernels" in args.sections or "replay" in args.sections or "eager" in args.sections
         work = [({}, s, n, h) for h in all_heads for s in gates for n in sorted({n for _, n in shapes}) if timed]
-        work += [({}, s, n, h) for s in gates for n, h in ((3, 2), (4, 4)) if not timed]
+        work += [({}, s, n, h) for s in gates for n, h in ((3, 2), (4, 32)) if not timed]
         work += [(c, gates[0], shapes[0][1], h) for c in chosen[1:] for h in (all_heads if timed else (2, 4))]
         with multiprocessing.get_context("spawn").Pool(args.warm, maxtasksperchild=1) as pool:
             found = [pool.apply_async(warm, w) for w in work]
             if fla_chunk_kda is not None and args.sections != "kernels":
-                heads = (all_heads if timed else []) + ([4] if "check" in args.sections else [])
+                heads = (all_heads if timed else []) + ([32] if "check" in args.sections else [])
                 turns = itertools.product(heads, gates, range(args.warm))
                 found += [pool.apply_async(warm_peer, (r, args.warm, s, h)) for h, s, r in turns]
             for problem in filter(None, (f.get() for f in found)):
@@ -358,14 +358,14 @@ def main() -> None:
     if "check" in args.sections:
         with_choices({})
         for safe, inputs in itertools.product(gates, INPUTS):
-            case = Case(1024, 4, 4, safe=safe, inputs=inputs)
+            case = Case(1024, 4, 32, safe=safe, inputs=inputs)
             want = case.exact()
             emit(section="check", inputs=f"{inputs} safe={safe}", errors=errors(case.both(case.leaves()), want))
             if fla_chunk_kda is not None:
                 emit(section="check", inputs=f"{inputs} safe={safe} fla", errors=errors(case.peer(case.leaves()), want))
         for choices in chosen[1:]:
             with_choices(choices)
-            case = Case(1024, 4, 4)
+            case = Case(1024, 4, 32)
             emit(section="check", choices=choices, errors=errors(case.both(case.leaves()), case.exact()))
     if "kernels" in args.sections:
         for heads, (tokens, sequences), choices in itertools.product(all_heads, shapes, chosen):

@@ -14,7 +14,7 @@ Requirements
 4. A sequence without tokens hands its state through.
 """
 
-# ruff: noqa: SIM102, SIM108  (compile-time and run-time conditions do not combine in a kernel)
+# ruff: noqa: SIM102  (compile-time and run-time conditions do not combine in a kernel)
 import triton
 import triton.language as tl
 
