@@ -40,7 +40,7 @@ from graphsafe.stats import CaptureFigures, Stats
 from graphsafe.tree import map_leaves
 from graphsafe.verify import Verification, verify_replay
 
-__all__ = ["GraphedCallable", "graphed"]
+__all__ = ["Captured", "GraphedCallable", "graphed"]
 
 _TABLES = "tables"
 
@@ -59,6 +59,15 @@ class _Entry:
     result: Any = None
     outputs: OutputPlan | None = None
     figures: CaptureFigures | None = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What serves a call: its ``bucket``, the ``graph`` and the ``arena`` of its static inputs, by argument path."""
+
+    bucket: Bucket
+    graph: Any
+    arena: Arena
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -161,6 +170,20 @@ class GraphedCallable:
             assert entry.figures is not None
             found.append(entry.figures)
         return found
+
+    @_alone
+    def captured(self, *args: Any, **kwargs: Any) -> Captured:
+        """The graph and the static memory that serve this call, captured now if they do not exist yet; nothing is
+        updated or replayed. For measuring a replay and an update apart; both belong to the callable, which closes them.
+
+        Raises rule ``capacity`` where no bucket fits.
+        """
+        call = self._bind(args, kwargs)
+        entry = self._select(call)
+        if isinstance(entry, str):
+            raise error("capacity", f"no graph serves this call: {entry}")
+        self._ensure_captured(entry)
+        return Captured(entry.bucket, entry.graph, entry.arena)
 
     @_alone
     def eager(self, *args: Any, **kwargs: Any) -> Any:

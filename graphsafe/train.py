@@ -25,7 +25,7 @@ from graphsafe._storage import key_of
 from graphsafe.arena import Arena
 from graphsafe.bucket import Bucket
 from graphsafe.errors import GraphSafeError, error
-from graphsafe.graphed import GraphedCallable
+from graphsafe.graphed import Captured, GraphedCallable
 from graphsafe.inputs import Input
 from graphsafe.pricing import Price
 from graphsafe.runtime import get_runtime
@@ -101,6 +101,13 @@ class TrainStep:
         figures = self._graphed.capture(batch)
         self._remember()
         return figures
+
+    def captured(self, batch: Any) -> Captured:
+        """The graph and the static memory that serve this batch; see :meth:`GraphedCallable.captured`."""
+        self._check(batch)
+        found = self._graphed.captured(batch)
+        self._remember()
+        return found
 
     def eager(self, batch: Any) -> torch.Tensor:
         """One real step on the same static memory without a graph."""

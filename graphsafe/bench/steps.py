@@ -88,13 +88,13 @@ def prepare_step(workload: Step, provider: str, runtime: Any) -> Prepared:
     made.arms["eager-live"] = live
 
     step, made.facts = _captured_step(made, workload, batch, case.bucket, runtime)
-    entry = _entry(step)
+    served = step.captured(batch)
     values = {f"batch[{name!r}]": t for name, t in batch.items()}
     made.arms |= {
         "eager-fixed": lambda: step.eager(batch),
-        "graph-replay": entry.graph.replay,
+        "graph-replay": served.graph.replay,
         "graph-update-replay": lambda: step(batch),
-        "update": lambda: entry.arena.update(values),
+        "update": lambda: served.arena.update(values),
     }
     made.verify = lambda: (step.verify(workload.batch(1)), step.verify(batch))
     loss = step(batch).clone()
@@ -103,7 +103,7 @@ def prepare_step(workload: Step, provider: str, runtime: Any) -> Prepared:
     }
     live_bucket = Bucket(case.live_tokens, case.live_sequences, case.chunk_size)
     tight, _ = _captured_step(made, workload, batch, live_bucket, runtime)
-    made.arms["graph-live"] = _entry(tight).graph.replay
+    made.arms["graph-live"] = tight.captured(batch).graph.replay
     tight(batch)
     made.refusals |= dict.fromkeys(("eager-off", "eager-on"), "a step has no switch")
     return made
@@ -121,8 +121,3 @@ def _captured_step(
         figures.warm_up_s, figures.capture_s, figures.launches, arena_bytes, step.price().bytes, figures.pool_bytes
     )
     return step, facts
-
-
-def _entry(step: TrainStep) -> Any:
-    """The step's one graph and arena: a replay and an update alone are no calls that a user makes."""
-    return next(iter(step._graphed._entries.values()))
