@@ -58,12 +58,12 @@ def behind(t: torch.Tensor, rows: int, value: float = NAN) -> torch.Tensor:
 
 def tensors(state: LayerState | None) -> list[torch.Tensor]:
     """The tensors of a state, recurrent first."""
-    return [] if state is None else [state.recurrent_state, *(state.conv_state or ())]
+    return [] if state is None else [t for t in state if t is not None]
 
 
 def with_tensors(state: LayerState, new: list[torch.Tensor]) -> LayerState:
     """A state like ``state`` made of ``new``, in the order of :func:`tensors`."""
-    return LayerState(new[0], None if state.conv_state is None else (new[1], new[2], new[3]))
+    return LayerState(new[0], None if state.conv_state is None else new[1])
 
 
 def random_state(layer: GatedDeltaNet | KimiDeltaAttention, sequences: int, seed: int = 1) -> LayerState:

@@ -10,35 +10,39 @@ from layer_cases import CASES, HIDDEN, assert_close, make_layer, randn, random_s
 from graphsafe_kernels.layers import GatedDeltaNet, LayerState
 
 
-def convolve(layer, name, projected, state):
+def convolve(p, name, projected, state):
     """SiLU of the short convolution of ``projected`` [T, D] after ``state`` [D, W], and the new state."""
-    if not layer.use_short_conv:
+    if f"{name}_conv1d.weight" not in p:
         return F.silu(projected), None
-    convolution = getattr(layer, f"{name}_conv1d")
+    weight, bias = p[f"{name}_conv1d.weight"], p.get(f"{name}_conv1d.bias", 0)
     history = torch.cat([state.T, projected])
-    taps = convolution.weight.shape[2]
-    z = torch.stack([(history[t + 1 : t + 1 + taps] * convolution.weight[:, 0].T).sum(0)
-                     for t in range(projected.shape[0])])
-    return F.silu(z if convolution.bias is None else z + convolution.bias), history[-taps:].T
+    taps = weight.shape[2]
+    z = torch.stack([(history[t + 1 : t + 1 + taps] * weight[:, 0].T).sum(0) for t in range(projected.shape[0])])
+    return F.silu(z + bias), history[-taps:].T
 
 
 def unit(x):
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def gates(layer, x, arguments):
+def gates(layer, p, x, arguments):
     """The log decay [T, HV, K] (one value per head repeated over K for GatedDeltaNet) and the output gate's factor."""
     heads, width = layer.num_v_heads, layer.head_k_dim
     scale = layer.A_log.exp()[:, None]
     if isinstance(layer, GatedDeltaNet):
-        g = -scale * F.softplus(layer.a_proj(x) + layer.dt_bias)[..., None]
+        g = -scale * F.softplus(F.linear(x, p["a_proj.weight"]) + layer.dt_bias)[..., None]
         g = g.expand(-1, heads, width)
     else:
-        z = layer.f_proj(x).unflatten(-1, (heads, width)) + layer.dt_bias.view(heads, width)
+        z = F.linear(F.linear(x, p["f_proj.0.weight"]), p["f_proj.1.weight"]) + layer.dt_bias
+        z = z.unflatten(-1, (heads, width))
         g = -scale * F.softplus(z) if layer.lower_bound is None else layer.lower_bound * torch.sigmoid(scale * z)
     if not arguments.get("use_gate", True):
         return g, 1
-    z = layer.g_proj(x).unflatten(-1, (heads, layer.head_v_dim))
+    if isinstance(layer, GatedDeltaNet):
+        z = F.linear(x, p["g_proj.weight"])
+    else:
+        z = F.linear(F.linear(x, p["g_proj.0.weight"]), p["g_proj.1.weight"], p["g_proj.1.bias"])
+    z = z.unflatten(-1, (heads, layer.head_v_dim))
     default = "swish" if isinstance(layer, GatedDeltaNet) else "sigmoid"
     return g, F.silu(z) if arguments.get("output_gate_activation", default) == "swish" else torch.sigmoid(z)
 
@@ -46,15 +50,18 @@ def gates(layer, x, arguments):
 def by_hand(layer, x, state, arguments):
     """One sequence x [T, hidden] from a state without a sequence dimension: the output and the new state.
 
-    ``arguments`` are the constructor's: what they say is not taken from the layer.
+    ``arguments`` are the constructor's: what they say is not taken from the layer. Parameters are those of the state
+    dict, separate and under flash-linear-attention's names.
     """
-    conv = state.conv_state or (None,) * 3
-    (q, cq), (k, ck), (v, cv) = (convolve(layer, n, p(x), s) for n, p, s in zip(
-        "qkv", (layer.q_proj, layer.k_proj, layer.v_proj), conv, strict=True))
+    p = layer.state_dict(keep_vars=True)
+    channels = (layer.key_dim, layer.key_dim, layer.value_dim)
+    conv = (None,) * 3 if state.conv_state is None else state.conv_state.split(channels, 0)
+    (q, cq), (k, ck), (v, cv) = (convolve(p, n, F.linear(x, p[f"{n}_proj.weight"]), s)
+                                 for n, s in zip("qkv", conv, strict=True))
     q, k = (unit(t.unflatten(-1, (-1, layer.head_k_dim))) for t in (q, k))
     v = v.unflatten(-1, (-1, layer.head_v_dim))
-    g, factor = gates(layer, x, arguments)
-    beta = (2 if arguments.get("allow_neg_eigval") else 1) * torch.sigmoid(layer.b_proj(x))
+    g, factor = gates(layer, p, x, arguments)
+    beta = (2 if arguments.get("allow_neg_eigval") else 1) * torch.sigmoid(F.linear(x, p["b_proj.weight"]))
     shared = layer.num_v_heads // layer.num_heads
     outputs, states = [], []
     for h in range(layer.num_v_heads):
@@ -68,7 +75,8 @@ def by_hand(layer, x, state, arguments):
         states.append(s.T)
     o = torch.stack(outputs, 1)
     o = o / torch.sqrt((o * o).mean(-1, keepdim=True) + arguments.get("norm_eps", 1e-5)) * layer.o_norm.weight * factor
-    return layer.o_proj(o.flatten(1)), LayerState(torch.stack(states), (cq, ck, cv) if layer.use_short_conv else None)
+    new = LayerState(torch.stack(states), torch.cat([cq, ck, cv]) if layer.use_short_conv else None)
+    return layer.o_proj(o.flatten(1)), new
 
 
 @pytest.mark.parametrize("case", CASES)

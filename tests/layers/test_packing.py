@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layer_cases import CASES, HIDDEN, assert_close, behind, boundaries, make_layer, randn, random_state, run, select
+from layer_cases import (
+    CASES,
+    HIDDEN,
+    assert_close,
+    behind,
+    boundaries,
+    make_layer,
+    randn,
+    random_state,
+    run,
+    select,
+    tensors,
+)
 
 NAN = float("nan")
 LENGTHS = [5, 0, 70, 1, 2, 64]
@@ -82,8 +94,7 @@ def test_tokenspeed_969_unused_sequences_and_padding_write_no_state(case):
     live = slice(0, len(LENGTHS))
     wide, dwide = random_state(layer, 9, 2), random_state(layer, 9, 10)
     for a, b in ((wide, state), (dwide, dstate)):
-        a.recurrent_state[live] = b.recurrent_state
-        for c, d in zip(a.conv_state or (), b.conv_state or (), strict=True):
+        for c, d in zip(tensors(a), tensors(b), strict=True):
             c[live] = d
     got = run(layer, behind(x, 51), behind(dy, 51), wide, dwide, cu_seqlens=boundaries([*LENGTHS, 0, 0, 0]),
               use_graph=True)

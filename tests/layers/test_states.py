@@ -19,6 +19,7 @@ from layer_cases import (
 
 from graphsafe.errors import ArgumentError, GraphSafeError
 from graphsafe_kernels.layers import LayerState
+from graphsafe_kernels.layers.state import read_state
 
 each_layer = pytest.mark.parametrize("case", CASES)
 
@@ -96,7 +97,9 @@ def test_decoding_token_by_token_equals_one_call(case, kind):
             outputs.append(y)
     if kind == "cache":
         assert cache.tokens == 80
-        cache = LayerState(**cache[0])
+        channels = [t.shape[1] for t in cache[0]["conv_state"] or ()]
+        assert channels == ([layer.key_dim, layer.key_dim, layer.value_dim] if layer.use_short_conv else [])
+        cache = read_state(cache, 0, use_graph=False)
     assert_close({"output": torch.cat(outputs, 1), **{str(i): t for i, t in enumerate(tensors(cache))}},
                  {"output": whole, **{str(i): t for i, t in enumerate(tensors(last))}})
 

@@ -3,9 +3,10 @@
 Requirements
 ------------
 1. An explicit ``cu_seqlens`` wins over an attention mask; ``tables`` bring their own.
-2. Padding rows of a packed batch are cleared as they enter and as they leave, so that neither what they hold nor the
-   gradient that arrives for them reaches a parameter: the weight gradient of a linear layer sums over all rows, and
-   NaN times zero is NaN.
+2. Padding reaches no parameter: the weight gradient of a linear layer sums over all rows, and NaN times zero is NaN. So
+   where gradients are wanted padding rows are cleared, in the input as it enters, and in the output's gradient as it
+   comes back: one launch each. The other two ways need none: the operators make padding rows exact zeros, and a
+   projection without a bias keeps them so.
 3. Only an attention mask reads the device from the host, and graph mode refuses it.
 """
 
@@ -20,25 +21,51 @@ from graphsafe.contract import check_cu_seqlens, check_tensor
 from graphsafe.errors import error
 from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.backend import resolve
-from graphsafe_kernels.reference.rows import padding_rows
+from graphsafe_kernels.reference.rows import SavedBoundaries
 
 __all__ = ["Batch"]
+
+
+class _ClearInput(torch.autograd.Function):
+    """x with its padding cleared; padding rows of the gradient are zero as they come."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        cleared: torch.Tensor = resolve("clear_padding", x.device)(x, cu_seqlens)
+        return cleared
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dy, None
+
+
+class _ClearGradient(torch.autograd.Function):
+    """y, whose padding rows are zero as they come; those of its gradient are cleared."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        ctx.boundaries = SavedBoundaries("the layer", cu_seqlens)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return resolve("clear_padding", dy.device)(dy, ctx.boundaries.get()), None
 
 
 @dataclass(frozen=True)
 class Batch:
     """The layout of one call; all None for a dense batch.
 
-    ``cu_seqlens`` ``[N + 1]``; ``tables`` of the same batch; ``padding`` bool ``[1, T, 1]``, True behind the live
-    total; ``kept`` ``[live]``, the rows of the flattened ``[B, T]`` batch that an attention mask kept; ``shape`` (B, T)
-    as the caller passed it.
+    ``cu_seqlens`` ``[N + 1]``; ``tables`` of the same batch; ``kept`` ``[live]``, the rows of the flattened ``[B, T]``
+    batch that an attention mask kept; ``shape`` (B, T) as the caller passed it; ``padded``: rows behind the live total
+    are to be kept out.
     """
 
     shape: tuple[int, int]
     use_graph: bool
     cu_seqlens: torch.Tensor | None = None
     tables: ChunkTables | None = None
-    padding: torch.Tensor | None = None
+    padded: bool = False
     kept: torch.Tensor | None = None
 
     @classmethod
@@ -54,8 +81,7 @@ class Batch:
             check_cu_seqlens(cu_seqlens, batch=batch, device=hidden_states.device)
             if tables is None and chunked:
                 tables = resolve("build_tables", hidden_states.device)(cu_seqlens, tokens, 64)
-            padding = padding_rows(cu_seqlens, tokens)[None, :, None]
-            return cls((batch, tokens), use_graph, cu_seqlens, tables, padding)
+            return cls((batch, tokens), use_graph, cu_seqlens, tables, padded=True)
         if attention_mask is None:
             return cls((batch, tokens), use_graph)
         if use_graph:
@@ -75,14 +101,20 @@ class Batch:
         """Clear padding, or drop masked rows: ``[B, T, hidden]`` to what the layer computes on."""
         if self.kept is not None:
             return hidden_states.flatten(0, 1).index_select(0, self.kept)[None]
-        return hidden_states if self.padding is None else hidden_states.masked_fill(self.padding, 0)
+        if not (self.padded and torch.is_grad_enabled()):
+            return hidden_states
+        cleared: torch.Tensor = _ClearInput.apply(hidden_states, self.cu_seqlens)
+        return cleared
 
     def leave(self, output: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`enter`; rows that belong to nobody are zero."""
         if self.kept is not None:
             rows = output.new_zeros(self.shape[0] * self.shape[1], output.shape[-1])
             return rows.index_copy(0, self.kept, output[0]).view(*self.shape, -1)
-        return output if self.padding is None else output.masked_fill(self.padding, 0)
+        if not (self.padded and output.requires_grad):
+            return output
+        guarded: torch.Tensor = _ClearGradient.apply(output, self.cu_seqlens)
+        return guarded
 
     def operator_arguments(self) -> dict[str, Any]:
         """The keyword arguments that tell a convolution or chunk operator about this batch."""

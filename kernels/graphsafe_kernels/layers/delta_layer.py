@@ -8,6 +8,8 @@ Requirements
    exactly zero, and what padding holds reaches no result.
 3. One set of tables serves all operators of a layer, and all layers when the caller passes it.
 4. States go in and out as values (``LayerState``), or through a cache object outside graphs.
+5. One projection of the input, whose output is read where it lies; one convolution over q, k and v. In a state dict
+   their parameters are separate, with the names of flash-linear-attention.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import nn
 from graphsafe.errors import error
 from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.layers.batch import Batch
+from graphsafe_kernels.layers.fused import ALIGNMENT, fuse_rows, save_fused_as
 from graphsafe_kernels.layers.short_convolution import ShortConvolution
 from graphsafe_kernels.layers.state import LayerState, read_state, write_state
 
@@ -48,16 +51,15 @@ def without_weight_decay(values: torch.Tensor) -> nn.Parameter:
 
 
 class DeltaLayer(nn.Module, ABC):
-    """Base of :class:`GatedDeltaNet` and :class:`KimiDeltaAttention`: everything but projections, gate and operator."""
+    """Base of :class:`GatedDeltaNet` and :class:`KimiDeltaAttention`: everything but gates and operator.
 
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    b_proj: nn.Linear
+    ``in_proj`` is every projection of the input as one, ``qkv_conv1d`` the three convolutions as one.
+    """
+
+    in_proj: nn.Linear
     o_proj: nn.Linear
-    q_conv1d: ShortConvolution
-    k_conv1d: ShortConvolution
-    v_conv1d: ShortConvolution
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
 
     def __init__(self, *, hidden_size: int, expand_v: float, head_dim: int, num_heads: int, num_v_heads: int | None,
                  mode: str, use_short_conv: bool, allow_neg_eigval: bool, conv_size: int, conv_bias: bool,
@@ -93,10 +95,33 @@ class DeltaLayer(nn.Module, ABC):
         self.conv_bias = conv_bias
         self.layer_idx = layer_idx
 
-    def _make_convolutions(self) -> None:
-        if self.use_short_conv:
-            for name, width in (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim)):
-                self.add_module(f"{name}_conv1d", ShortConvolution(width, self.conv_size, bias=self.conv_bias))
+    def _convolutions(self) -> list[ShortConvolution]:
+        """Of q, k and v, with their initial values; none without ``use_short_conv``."""
+        widths = (self.key_dim, self.key_dim, self.value_dim) if self.use_short_conv else ()
+        return [ShortConvolution(width, self.conv_size, bias=self.conv_bias) for width in widths]
+
+    def _fuse(self, projections: dict[str, nn.Linear], convolutions: list[ShortConvolution],
+              renamed: dict[str, str]) -> None:
+        """Make ``in_proj`` and ``qkv_conv1d``; the first three projections are q, k and v.
+
+        ``projections``: by their name in a state dict, in the order of their output; ``renamed``: further parameters,
+        name here to name there.
+        """
+        self.widths = tuple(p.out_features for p in projections.values())
+        weight = fuse_rows([p.weight for p in projections.values()], ALIGNMENT)
+        self.in_proj = nn.Linear(self.hidden_size, weight.shape[0], bias=False, device="meta")
+        self.in_proj.weight = weight
+        names = {"in_proj.weight": [(f"{n}.weight", p.out_features) for n, p in projections.items()]}
+        if convolutions:
+            fused = ShortConvolution(2 * self.key_dim + self.value_dim, self.conv_size, self.conv_bias, device="meta")
+            for name, _ in fused.named_parameters():
+                setattr(fused, name, fuse_rows([getattr(c, name) for c in convolutions]))
+                names[f"qkv_conv1d.{name}"] = [(f"{n}_conv1d.{name}", c.in_channels)
+                                               for n, c in zip("qkv", convolutions, strict=True)]
+            self.qkv_conv1d = fused
+        for name, other in renamed.items():
+            names[name] = [(other, self.get_parameter(name).shape[0])]
+        save_fused_as(self, names)
 
     def zero_state(self, sequences: int) -> LayerState:
         """The state before the first token of ``sequences`` sequences: zeros on the parameters' device."""
@@ -105,8 +130,7 @@ class DeltaLayer(nn.Module, ABC):
         recurrent = weight.new_zeros(sequences, self.num_v_heads, self.head_v_dim, self.head_k_dim, dtype=dtype)
         if not self.use_short_conv:
             return LayerState(recurrent, None)
-        q, k, v = (weight.new_zeros(sequences, d, self.conv_size) for d in (self.key_dim, self.key_dim, self.value_dim))
-        return LayerState(recurrent, (q, k, v))
+        return LayerState(recurrent, weight.new_zeros(sequences, 2 * self.key_dim + self.value_dim, self.conv_size))
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
                 past_key_values: Any = None, use_cache: bool | None = False, output_attentions: bool | None = False,
@@ -143,12 +167,11 @@ class DeltaLayer(nn.Module, ABC):
         state = read_state(past_key_values, self.layer_idx, use_graph=use_graph)
         batch = Batch.of(hidden_states, attention_mask, cu_seqlens, tables, use_graph, chunked)
         x = batch.enter(hidden_states)
-        q, k, v, conv_state = self._convolve(x, state, batch, bool(use_cache))
+        q, k, v, gates, conv_state = self._convolve(x, state, batch, bool(use_cache))
         arguments: dict[str, Any] = {
             "q": q.unflatten(-1, (-1, self.head_k_dim)),
             "k": k.unflatten(-1, (-1, self.head_k_dim)),
             "v": v.unflatten(-1, (-1, self.head_v_dim)),
-            "beta": self.b_proj(x),
             "initial_state": None if state is None else state.recurrent_state,
             "output_final_state": bool(use_cache),
             "use_qk_l2norm_in_kernel": True,
@@ -160,10 +183,11 @@ class DeltaLayer(nn.Module, ABC):
             "dt_bias": self.dt_bias,
             **(batch.operator_arguments() if chunked else {"cu_seqlens": batch.cu_seqlens}),
         }
-        o, recurrent_state = self._delta_rule(x, chunked, arguments)
-        output = batch.leave(self.o_proj(self._normalise(o, x, batch.cu_seqlens).flatten(-2)))
+        o, recurrent_state = self._delta_rule(gates, chunked, arguments)
+        output = batch.leave(self.o_proj(self._normalise(o, gates, batch.cu_seqlens).flatten(-2)))
         new_state = None if recurrent_state is None else LayerState(recurrent_state, conv_state)
-        return output, None, write_state(past_key_values, self.layer_idx, new_state, tokens)
+        channels = (self.key_dim, self.key_dim, self.value_dim)
+        return output, None, write_state(past_key_values, self.layer_idx, new_state, tokens, channels)
 
     def _runs_in_chunks(self, tokens: int, use_graph: bool) -> bool:
         if torch.is_grad_enabled():
@@ -178,29 +202,32 @@ class DeltaLayer(nn.Module, ABC):
         return False
 
     def _convolve(self, x: torch.Tensor, state: LayerState | None, batch: Batch, output_final_state: bool) -> tuple[
-            torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
-        """Project, convolve and activate: q, k ``[B, T, key_dim]``, v ``[B, T, value_dim]``, and the new states."""
-        projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+            torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
+        """Project, convolve and activate: q, k ``[B, T, key_dim]``, v ``[B, T, value_dim]``, what the projection gave
+        behind them, and the new state."""
+        channels = [self.key_dim, self.key_dim, self.value_dim]
+        projected = self.in_proj(x)
+        rest = list(self.widths[3:])
+        fill = projected.shape[-1] - sum(channels) - sum(rest)
+        qkv, *gates = projected.split([sum(channels), *rest, *([fill] if fill else [])], -1)
+        gates = gates[: len(rest)]
         if not self.use_short_conv:
-            q, k, v = (F.silu(p) for p in projected)
-            return q, k, v, None
-        before = (None, None, None) if state is None else state.conv_state
-        if before is None:
+            q, k, v = F.silu(qkv).split(channels, -1)
+            return q, k, v, gates, None
+        before = None if state is None else state.conv_state
+        if state is not None and before is None:
             raise error("argument", "the state passed has no conv_state, but the layer has short convolutions",
                         remedy="Pass the state that this layer returned, or layer.zero_state(sequences).")
-        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        results = [
-            convolution(p, initial_state=s, output_final_state=output_final_state, **batch.operator_arguments())
-            for convolution, p, s in zip(convolutions, projected, before, strict=True)
-        ]
-        (q, k, v), states = zip(*results, strict=True)
-        return q, k, v, states if output_final_state else None
+        y, conv_state = self.qkv_conv1d(qkv, initial_state=before, output_final_state=output_final_state,
+                                        **batch.operator_arguments())
+        q, k, v = y.split(channels, -1)
+        return q, k, v, gates, conv_state
 
     @abstractmethod
-    def _delta_rule(self, x: torch.Tensor, chunked: bool,
+    def _delta_rule(self, gates: list[torch.Tensor], chunked: bool,
                     arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """o ``[B, T, HV, V]`` and the final state ``[N, HV, V, K]`` or None."""
 
     @abstractmethod
-    def _normalise(self, o: torch.Tensor, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        """The norm over each head of o ``[B, T, HV, V]``, gated by a projection of x."""
+    def _normalise(self, o: torch.Tensor, gates: list[torch.Tensor], cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """The norm over each head of o ``[B, T, HV, V]``, gated."""

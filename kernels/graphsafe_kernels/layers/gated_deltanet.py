@@ -58,33 +58,33 @@ class GatedDeltaNet(DeltaLayer):
                          layer_idx=layer_idx, unknown=kwargs)
         self.use_gate = use_gate
         # in this order a seed gives the initial values that it gives in flash-linear-attention
-        self.q_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        widths = {"q_proj": self.key_dim, "k_proj": self.key_dim, "v_proj": self.value_dim, "a_proj": self.num_v_heads,
+                  "b_proj": self.num_v_heads}
+        linear = {name: nn.Linear(hidden_size, width, bias=False) for name, width in widths.items()}
         decay = torch.empty(self.num_v_heads, dtype=torch.float32).uniform_(0, 16)
         self.A_log = without_weight_decay(torch.log(decay))
         self.dt_bias = without_weight_decay(inverse_softplus_steps(self.num_v_heads))
-        self._make_convolutions()
+        convolutions = self._convolutions()
         if use_gate:
-            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+            linear["g_proj"] = nn.Linear(hidden_size, self.value_dim, bias=False)
             self.o_norm: nn.Module = FusedRMSNormGated(self.head_v_dim, norm_eps, output_gate_activation)
         else:
             self.o_norm = RMSNorm(self.head_v_dim, norm_eps)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+        # the wide ones first: their rows start where a vector load may
+        order = ("q_proj", "k_proj", "v_proj", *(["g_proj"] if use_gate else []), "a_proj", "b_proj")
+        self._fuse({name: linear[name] for name in order}, convolutions, {})
 
-    def _delta_rule(self, x: torch.Tensor, chunked: bool,
+    def _delta_rule(self, gates: list[torch.Tensor], chunked: bool,
                     arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        g = self.a_proj(x)
+        *_, a, b = gates
         if chunked:
-            return chunk_gated_delta_rule(g=g, **arguments)
-        return fused_recurrent_gated_delta_rule(g=g, **arguments)
+            return chunk_gated_delta_rule(g=a, beta=b, **arguments)
+        return fused_recurrent_gated_delta_rule(g=a, beta=b, **arguments)
 
-    def _normalise(self, o: torch.Tensor, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    def _normalise(self, o: torch.Tensor, gates: list[torch.Tensor], cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         if not self.use_gate:
             normed: torch.Tensor = self.o_norm(o, cu_seqlens=cu_seqlens)
         else:
-            gate = self.g_proj(x).unflatten(-1, (-1, self.head_v_dim))
-            normed = self.o_norm(o, gate, cu_seqlens=cu_seqlens)
+            normed = self.o_norm(o, gates[0].unflatten(-1, (-1, self.head_v_dim)), cu_seqlens=cu_seqlens)
         return normed

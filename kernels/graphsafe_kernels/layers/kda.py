@@ -61,33 +61,34 @@ class KimiDeltaAttention(DeltaLayer):
         self.lower_bound = lower_bound
         self.gate_dim = self.num_v_heads * self.head_k_dim
         # in this order a seed gives the initial values that it gives in flash-linear-attention
-        self.q_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-        self._make_convolutions()
-        self.f_proj = nn.Sequential(
-            nn.Linear(hidden_size, self.head_v_dim, bias=False),
-            nn.Linear(self.head_v_dim, self.gate_dim, bias=False),
-        )
-        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        widths = {"q_proj": self.key_dim, "k_proj": self.key_dim, "v_proj": self.value_dim}
+        linear = {name: nn.Linear(hidden_size, width, bias=False) for name, width in widths.items()}
+        convolutions = self._convolutions()
+        linear["f_proj.0"] = nn.Linear(hidden_size, self.head_v_dim, bias=False)
+        self.f_up = nn.Linear(self.head_v_dim, self.gate_dim, bias=False)
+        linear["b_proj"] = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         decay = torch.ones(self.num_v_heads, dtype=torch.float32)
         self.A_log = without_weight_decay(torch.log(decay if safe_gate else decay.uniform_(1, 16)))
         self.dt_bias = without_weight_decay(inverse_softplus_steps(self.gate_dim))
-        self.g_proj = nn.Sequential(
-            nn.Linear(hidden_size, self.head_v_dim, bias=False),
-            nn.Linear(self.head_v_dim, self.value_dim, bias=True),
-        )
+        linear["g_proj.0"] = nn.Linear(hidden_size, self.head_v_dim, bias=False)
+        self.g_up = nn.Linear(self.head_v_dim, self.value_dim, bias=True)
         self.o_norm = FusedRMSNormGated(self.head_v_dim, norm_eps, "sigmoid")
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+        # b last: the others' rows start where a vector load may
+        order = (*widths, "f_proj.0", "g_proj.0", "b_proj")
+        self._fuse({name: linear[name] for name in order}, convolutions,
+                   {"f_up.weight": "f_proj.1.weight", "g_up.weight": "g_proj.1.weight", "g_up.bias": "g_proj.1.bias"})
 
-    def _delta_rule(self, x: torch.Tensor, chunked: bool,
+    def _delta_rule(self, gates: list[torch.Tensor], chunked: bool,
                     arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        g = self.f_proj(x).unflatten(-1, (-1, self.head_k_dim))
+        f, _, b = gates
+        g = self.f_up(f).unflatten(-1, (-1, self.head_k_dim))
         if chunked:
-            return chunk_kda(g=g, lower_bound=self.lower_bound, safe_gate=self.safe_gate, **arguments)
-        return fused_recurrent_kda(g=g, lower_bound=self.lower_bound, **arguments)
+            return chunk_kda(g=g, beta=b, lower_bound=self.lower_bound, safe_gate=self.safe_gate, **arguments)
+        return fused_recurrent_kda(g=g, beta=b, lower_bound=self.lower_bound, **arguments)
 
-    def _normalise(self, o: torch.Tensor, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        gate = self.g_proj(x).unflatten(-1, (-1, self.head_v_dim))
-        normed: torch.Tensor = self.o_norm(o, gate, cu_seqlens=cu_seqlens)
+    def _normalise(self, o: torch.Tensor, gates: list[torch.Tensor], cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        # as a matrix: torch adds the bias in the product itself only to rows without a batch dimension
+        gate = self.g_up(gates[1].flatten(0, 1))
+        normed: torch.Tensor = self.o_norm(o, gate.view(o.shape), cu_seqlens=cu_seqlens)
         return normed

@@ -26,8 +26,10 @@ class ShortConvolution(nn.Conv1d):
     it; the convolution is not computed by torch.
     """
 
-    def __init__(self, hidden_size: int, kernel_size: int, bias: bool = False, activation: str | None = "silu") -> None:
-        super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, padding=kernel_size - 1, bias=bias)
+    def __init__(self, hidden_size: int, kernel_size: int, bias: bool = False, activation: str | None = "silu",
+                 device: torch.device | str | None = None) -> None:
+        super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, padding=kernel_size - 1, bias=bias,
+                         device=device)
         self.activation = activation
 
     def extra_repr(self) -> str:
