@@ -46,13 +46,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pointers": {"tiles": False, "chain_stages": 2, "keep_stages": 2, "reverse_stages": 2, "state_stages": 2,
                  "gradient_stages": 1},
     "prepare freely": {"prepare_registers": 0},
+    "prepare 128": {"prepare_registers": 128},
+    "prepare 160": {"prepare_registers": 160},
+    "apart": {"overlap": False},
+    "uncut": {"span": 0, "reverse_span": 0},
 }  # fmt: skip
 TOUCHED = {
-    "shipped": ("tables", "prepare", "chain", "reverse", "gradients", "finish"),
+    "shipped": ("tables", "prepare", "cut", "chain", "reverse", "gradients", "finish"),
     "wide": ("chain",),
     "prepare freely": ("prepare",),
+    "prepare 128": ("prepare",),
+    "prepare 160": ("prepare",),
+    "apart": (),
+    "uncut": ("chain", "reverse"),
 }
 """The parts that a variant changes; chain and reverse where nothing is said."""
+WHOLE = ("shipped", "apart", "uncut", "recompute", "keep")
+"""The variants timed as whole operators."""
 NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0")
 
 
@@ -187,13 +197,16 @@ def parts(case: Case) -> dict[str, Callable[[], Any]]:
     o, ht = torch.empty_like(case.v), torch.empty_like(case.h0)
     prepared = launch.prepare(problem, tables, c, x, o)
     if c.keep_states:
-        prepared = prepared._replace(**launch._state_buffers(problem, tables, x.q))
+        prepared = prepared._replace(**launch._state_buffers(problem, tables, c, x.q))
+    prepared = launch.segment_states(problem, tables, c, x, prepared)
     launch.chain(problem, tables, c, x, prepared, o, ht)
     full, dstates, dw, _ = launch.reverse_chain(problem, tables, c, x, prepared, case.do, None)
     dq, dk, *_ = launch.gradients(problem, tables, c, x, full, case.do, dstates, dw)
+    cut = {"cut": lambda: launch.segment_states(problem, tables, c, x, prepared)}
     return {
         "tables": lambda: build_tables(case.cu, tokens, 64),
         "prepare": lambda: launch.prepare(problem, tables, c, x, o),
+        **(cut if c.span else {}),
         "chain": lambda: launch.chain(problem, tables, c, x, prepared, o, ht),
         "reverse": lambda: launch.reverse_chain(problem, tables, c, x, prepared, case.do, None),
         "gradients": lambda: launch.gradients(problem, tables, c, x, full, case.do, dstates, dw),
@@ -246,9 +259,11 @@ def main() -> None:
 
     if a.compile:
         use(VARIANTS[names[0]])
-        for shape in a.only[:1]:
-            Case(*SHAPES[shape]).call(chunk_gated_delta_rule, grad=True)
-        Case(256, 1, 1, 2).call(chunk_gated_delta_rule, grad=True)
+        for shape in a.only:
+            case = Case(*SHAPES[shape])
+            whole(case, chunk_gated_delta_rule, shape, names[0], 1, lambda **row: None)
+            for step in parts(case).values():
+                step()
         return
     if len(names) > 1:
         compile_apart(names, a)
@@ -288,8 +303,9 @@ def main() -> None:
                 if a.parts:
                     steps = parts(case)
                     for part in TOUCHED.get(name, ("chain", "reverse")):
-                        note(shape=shape, variant=name, part=part, us=replay_times(steps[part], a.samples))
-                if a.time and name == "shipped":
+                        if part in steps:
+                            note(shape=shape, variant=name, part=part, us=replay_times(steps[part], a.samples))
+                if a.time and name in WHOLE:
                     whole(case, chunk_gated_delta_rule, shape, name, a.samples, note)
             except Exception as e:  # a variant that cannot run is a figure too
                 note(shape=shape, variant=name, failed=repr(e)[:300])

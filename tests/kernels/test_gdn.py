@@ -202,6 +202,72 @@ def test_blocks_and_descriptors(device, configured):
         assert_close(want, live(b, run(b, **NORMED)), torch.float32)
 
 
+SEGMENTED = [
+    {"span": 2, "reverse_span": 2},
+    {"span": 1, "reverse_span": 1, "tiles": True},
+    {"span": 3, "keep_states": True},
+    {"span": 3, "reverse_span": 3, "tiles": True, "keep_states": True},
+]
+
+
+@pytest.mark.parametrize("fields", SEGMENTED, ids=str)
+def test_segments_of_a_sequence(device, configured, fields):
+    """Sequences cut into segments that run side by side: the same values, for one segment, several and none."""
+    b = batch(device, [70, 0, 16, 33], key=32, value=32, padding=5)
+    want = run(b, dtype=torch.float64, **NORMED)
+    configured(**fields)
+    got = run(b, **NORMED)
+    assert_close(want, live(b, got), torch.float32)
+    assert all((t[:, b.total :] == 0).all() for name, t in got.items() if per_token(name))
+
+
+def test_segments_of_dense_sequences_with_states_v_first(device, configured):
+    b = batch(device, [50, 50], dense=True, v_first=True, key=16, value=32)
+    options = {**NORMED, "state_v_first": True}
+    want = run(b, dtype=torch.float64, **options)
+    configured(span=1, reverse_span=1, chain_block=16, reverse_block=16)
+    assert_close(want, run(b, **options), torch.float32)
+
+
+def test_segments_follow_from_the_bucket(device):
+    """Long sequences with few heads are cut, forward and backward; with many chains there is nothing to gain."""
+    choose = functools.partial(configurations.choose, capability=90, dtype=torch.bfloat16)
+    problem = functools.partial(launch.Problem, 1, heads=4, key_width=128, value_width=128, chunk_size=64, scale=1.0)
+    for value_heads, sequences, tokens, span, reverse_span in (
+        (32, 1, 8192, 64, 0), (8, 1, 8192, 16, 16), (8, 4, 8192, 64, 0), (32, 32, 4096, 0, 0), (8, 1, 1024, 0, 0),
+    ):  # fmt: skip
+        c = choose(problem(tokens=tokens, value_heads=value_heads, sequences=sequences))
+        assert (c.span, c.reverse_span) == (span, reverse_span), (value_heads, sequences, tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_later_tokens_change_nothing(device, dtype):
+    """A prefix is bit-equal whatever follows it, also inside a chunk, and whatever beta asks of the inverse."""
+    for cut in (3, 24, 40):
+        whole, changed = (batch(device, [45], dtype=dtype) for _ in range(2))
+        whole.beta[:, cut:] /= 2.1  # at most 1: nothing to refine behind the cut
+        whole.beta[:, :5] = 0.5
+        for name in whole.rows:
+            t = getattr(changed, name)
+            t[:, :cut] = getattr(whole, name)[:, :cut]
+            if name not in ("g", "beta"):
+                t[:, cut:] *= -3
+        changed.beta[:, cut:] = 1.9
+        outputs = [
+            chunk_gated_delta_rule(**{n: getattr(b, n) for n in INPUTS}, cu_seqlens=b.cu, chunk_size=32, **NORMED)[0]
+            for b in (whole, changed)
+        ]
+        assert torch.equal(outputs[0][:, :cut], outputs[1][:, :cut]), cut
+        assert not torch.equal(outputs[0][:, cut:], outputs[1][:, cut:])
+
+
+def test_repeated_runs_give_the_same_bits(device, large):
+    b = batch(device, [70, 9, 33], dtype=torch.float16, gate=True, padding=5)
+    first = run(b, **GATED)
+    for _ in range(100 if large else 2):
+        assert_same(first, run(b, **GATED))
+
+
 def test_tail_by_descriptor_reads_no_other_sequence(device, configured):
     """A chunk's block load takes along the next sequence's rows: NaN there changes no bit."""
     for fields in ({}, {"tiles": True}):
@@ -256,8 +322,8 @@ def test_replay(device, capture):
         assert all((t[:, b.total :] == 0).all() for name, t in got.items() if per_token(name)), lengths
 
 
-def test_launches(device, launches):
-    """Two launches forward and two or three backward, beside the tables'."""
+def test_launches(device, launches, configured):
+    """Two launches forward and two or three backward, beside the tables'; one more each where sequences are cut."""
     forward, backward = ["prepare", "forward_chain"], ["backward_chains", "gradients"]
     for sizes, options, last in (
         ({"heads": 2, "value_heads": 2}, {}, []),
@@ -269,6 +335,11 @@ def test_launches(device, launches):
         run(batch(device, [20], padding=3, **sizes), **options)
         names = [name.removesuffix("_kernel") for name in launches if "tables" not in name]
         assert names == forward + backward + last
+    configured(span=1, reverse_span=1)
+    launches.clear()
+    run(batch(device, [20], padding=3, gate=True), **GATED)
+    names = [name.removesuffix("_kernel") for name in launches if "tables" not in name]
+    assert names == ["prepare", "segment_states", "forward_chain", "segment_gradients", *backward, "finish"]
 
 
 def test_without_tokens_states_are_handed_through(device):

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from graphsafe_kernels.delta.overlap_kernels import AVAILABLE
+
 if TYPE_CHECKING:
     from graphsafe_kernels.gdn.launch import Problem
 
@@ -21,6 +23,10 @@ __all__ = ["Configuration", "configuration", "device_capability"]
 
 MULTIPROCESSORS = 132
 """Programs that run at once where one fills a multiprocessor: the H100's and H200's number."""
+
+
+SHORTEST_SEGMENT = 16
+"""Chunks below which a segment's own costs outweigh what it saves."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,9 @@ class Configuration:
     half_inverse: bool
     tiles: bool
     state_tiles: bool
+    span: int  # chunks of a segment in the forward; 0: sequences are not cut
+    reverse_span: int  # the same in the backward; 0 or span
+    overlap: bool
 
 
 def _power(n: int) -> int:
@@ -94,6 +103,7 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
     programs = problem.sequences * problem.value_heads * -(-problem.value_width // chain_block)
     # Three stages hide the latency of a lone chain; two let two programs share a multiprocessor.
     stages = 3 if tiles else 1 if wide else 2
+    span = _span(problem.chunks, programs)
     return Configuration(
         key_block=key,
         chain_block=chain_block,
@@ -120,4 +130,16 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         half_inverse=not wide,
         tiles=tiles,
         state_tiles=state_tiles,
+        span=span,
+        # A backward runs two chains a segment, so it needs twice the room.
+        reverse_span=span if 4 * programs <= MULTIPROCESSORS else 0,
+        overlap=capability >= 90 and AVAILABLE,
     )
+
+
+def _span(chunks: int, programs: int) -> int:
+    """Chunks of a segment where ``programs`` chains of ``chunks`` chunks would leave half the multiprocessors idle."""
+    if 2 * programs > MULTIPROCESSORS:
+        return 0
+    span = max(SHORTEST_SEGMENT, -(-chunks // (MULTIPROCESSORS // programs)))
+    return span if span < chunks else 0

@@ -3,7 +3,8 @@
 Requirements
 ------------
 1. Grids and configurations follow from shapes, dtypes and the device alone, never from data.
-2. Forward: 2 launches. Backward: the chains, the gradients, and where parts or gate parameters are summed a third.
+2. Forward: 2 launches, 3 where sequences are cut into segments. Backward: the chains, the gradients, and where parts or
+   gate parameters are summed a third; with segments one more.
 3. Everything is allocated here, at each call, by the framework's allocator: inside a capture it belongs to the graph.
 4. Descriptors are used where the device has them and every tile is whole; else the same kernels load by pointers.
 """
@@ -21,6 +22,7 @@ from graphsafe_kernels.gdn.chain_kernels import backward_chains_kernel, forward_
 from graphsafe_kernels.gdn.configurations import Configuration, configuration
 from graphsafe_kernels.gdn.parallel_kernels import finish_kernel, gradients_kernel
 from graphsafe_kernels.gdn.prepare_kernels import VECTORS, prepare_kernel
+from graphsafe_kernels.gdn.segment_kernels import segment_gradients_kernel, segment_states_kernel
 
 __all__ = ["Gradients", "Operands", "Prepared", "Problem", "backward", "forward"]
 
@@ -63,6 +65,8 @@ class Prepared(NamedTuple):
     decay: torch.Tensor
     states: torch.Tensor | None = None
     residuals: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
+    transitions: torch.Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -115,7 +119,8 @@ def prepare_constants(p: Problem, c: Configuration, packed: bool, bias: bool) ->
     """Compile-time constants of :func:`prepare_kernel`."""
     inverse = "fp16" if c.half_inverse and p.qk_l2norm else "fp32"
     return {**_sizes(p), "BK": c.prepare_block, "BV": c.clear_block, "PACKED": packed, "L2NORM": p.qk_l2norm,
-            **_gates(p, bias), "INVERSE": inverse, "REFINE": p.beta_scale != 1.0, "PRECISION": c.precision}  # fmt: skip
+            **_gates(p, bias), "INVERSE": inverse, "REFINE": p.beta_scale != 1.0, "OVERLAP": c.overlap,
+            "PRECISION": c.precision}  # fmt: skip
 
 
 def chain_constants(p: Problem, c: Configuration, packed: bool, initial: bool, final: bool,
@@ -123,7 +128,22 @@ def chain_constants(p: Problem, c: Configuration, packed: bool, initial: bool, f
     """Compile-time constants of :func:`forward_chain_kernel`."""
     return {**_sizes(p), "BK": c.key_block, "BV": c.chain_block, "PACKED": packed, "INITIAL": initial, "FINAL": final,
             "V_FIRST": p.state_v_first, "SAVE": save, "TILES": c.tiles,
-            "STAGES": c.keep_stages if save else c.chain_stages, "PRECISION": c.precision}  # fmt: skip
+            "STAGES": c.keep_stages if save else c.chain_stages, "SEGMENTS": segments(p, c.span), "OVERLAP": c.overlap,
+            "PRECISION": c.precision}  # fmt: skip
+
+
+def segment_states_constants(p: Problem, c: Configuration, packed: bool, initial: bool) -> dict[str, Any]:
+    """Compile-time constants of :func:`segment_states_kernel`."""
+    return {**_sizes(p), "BK": c.key_block, "BV": c.chain_block, "PACKED": packed, "INITIAL": initial,
+            "V_FIRST": p.state_v_first, "TILES": c.tiles, "STAGES": c.keep_stages, "SEGMENTS": segments(p, c.span),
+            "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
+
+
+def segment_gradients_constants(p: Problem, c: Configuration, packed: bool, final: bool) -> dict[str, Any]:
+    """Compile-time constants of :func:`segment_gradients_kernel`."""
+    return {**_sizes(p), "BK": c.key_block, "BV": c.reverse_block, "PACKED": packed, "FINAL": final,
+            "V_FIRST": p.state_v_first, "TILES": c.tiles, "STAGES": c.reverse_stages,
+            "SEGMENTS": segments(p, c.reverse_span), "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
 
 
 def reverse_constants(p: Problem, c: Configuration, packed: bool, initial: bool, final: bool,
@@ -131,21 +151,32 @@ def reverse_constants(p: Problem, c: Configuration, packed: bool, initial: bool,
     """Compile-time constants of :func:`backward_chains_kernel`."""
     return {**_sizes(p), "BK": c.key_block, "BV": c.reverse_block, "PACKED": packed, "INITIAL": initial, "FINAL": final,
             "V_FIRST": p.state_v_first, "RECOMPUTE": recompute, "TILES": c.tiles, "STAGES": c.reverse_stages,
-            "STATE_STAGES": c.state_stages, "PRECISION": c.precision}  # fmt: skip
+            "STATE_STAGES": c.state_stages, "SEGMENTS": segments(p, c.reverse_span), "OVERLAP": c.overlap,
+            "PRECISION": c.precision}  # fmt: skip
 
 
 def gradients_constants(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[str, Any]:
     """Compile-time constants of :func:`gradients_kernel`."""
     return {**_sizes(p), "BK": c.gradient_key_block, "BV": c.gradient_value_block, "KEY": c.key_block,
             "PACKED": packed, "L2NORM": p.qk_l2norm, **_gates(p, bias), "TILES": c.state_tiles,
-            "STAGES": c.gradient_stages, "PRECISION": c.precision}  # fmt: skip
+            "STAGES": c.gradient_stages, "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
 
 
 def finish_constants(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[str, Any]:
     """Compile-time constants of :func:`finish_kernel`."""
     return {"H": p.heads, "HV": p.value_heads, "K": p.key_width, "BK": c.key_block, "ROWS": c.finish_rows,
             "PACKED": packed, "L2NORM": p.qk_l2norm, "GATE": p.gate_in_kernel, "BIAS": bias,
-            "PARTS": p.value_heads != p.heads, "SUMS": 256}  # fmt: skip
+            "PARTS": p.value_heads != p.heads, "SUMS": 256, "OVERLAP": c.overlap}  # fmt: skip
+
+
+def segments(p: Problem, span: int) -> int:
+    """Segments of the longest sequence that fits, ``span`` chunks each; 1 where sequences are not cut (span 0)."""
+    return -(-p.chunks // span) if span else 1
+
+
+def _options(c: Configuration, warps: int, stages: int) -> dict[str, Any]:
+    """How Triton compiles and launches a kernel."""
+    return {"num_warps": warps, "num_stages": stages, **({"launch_pdl": True} if c.overlap else {})}
 
 
 def _tile(tensor: torch.Tensor | None, width: int, block: tuple[int, int], use: bool) -> Any:
@@ -167,10 +198,35 @@ def prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, x: O
         prepare_kernel[(slots * hv,)](
             x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, prepared.correction, prepared.scores, prepared.vectors,
             prepared.decay, o, *_boundaries(tables), problem.scale, problem.tokens, problem.sequences, problem.chunks,
-            **prepare_constants(problem, c, tables is not None, x.dt_bias is not None), num_warps=c.prepare_warps,
-            num_stages=1, **({"maxnreg": c.prepare_registers} if c.prepare_registers else {}),
+            **prepare_constants(problem, c, tables is not None, x.dt_bias is not None),
+            **_options(c, c.prepare_warps, 1), **({"maxnreg": c.prepare_registers} if c.prepare_registers else {}),
         )  # fmt: skip
     return prepared
+
+
+def segment_states(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands,
+                   prepared: Prepared) -> Prepared:  # fmt: skip
+    """Launch the states at the segments' ends, where sequences are cut."""
+    cuts = segments(problem, c.span) - 1
+    if not cuts:
+        return prepared
+    bt, bk, bv, tiles = problem.chunk_size, c.key_block, c.chain_block, c.tiles
+    hv, kw, vw = problem.value_heads, problem.key_width, problem.value_width
+    ends = x.q.new_empty(problem.sequences, cuts, hv, kw * vw, dtype=torch.float32)
+    transitions = None
+    parts = triton.cdiv(vw, bv)
+    if cuts > 1:
+        transitions = x.q.new_empty(problem.sequences, cuts, hv, 2, bk, bk, dtype=torch.float32)
+        parts += triton.cdiv(bk, bv)
+    constants = segment_states_constants(problem, c, tables is not None, x.initial_state is not None)
+    cu_seqlens, _, chunk_offsets = _boundaries(tables)
+    segment_states_kernel[(problem.sequences * cuts * hv * parts,)](
+        x.q, x.k, x.v, *prepared[:4], x.initial_state, ends, transitions,
+        _tile(x.k, problem.heads * kw, (bt, bk), tiles), _tile(x.v, hv * vw, (bt, bv), tiles),
+        _tile(prepared.correction, bt, (bt, bt), tiles), cu_seqlens, chunk_offsets, problem.tokens, problem.sequences,
+        problem.chunks, c.span, **constants, **_options(c, c.chain_warps, constants["STAGES"]),
+    )  # fmt: skip
+    return prepared._replace(ends=ends, transitions=transitions)
 
 
 def chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
@@ -181,13 +237,15 @@ def chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Ope
     constants = chain_constants(problem, c, tables is not None, x.initial_state is not None, final_state is not None,
                                 prepared.states is not None)  # fmt: skip
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
-    forward_chain_kernel[(problem.sequences * hv * triton.cdiv(vw, bv),)](
+    forward_chain_kernel[(problem.sequences * constants["SEGMENTS"] * hv * triton.cdiv(vw, bv),)](
         x.q, x.k, x.v, *prepared[:4], o, prepared.states, prepared.residuals, x.initial_state, final_state,
+        prepared.ends, prepared.transitions,
         _tile(x.q, problem.heads * kw, (bt, bk), tiles), _tile(x.k, problem.heads * kw, (bt, bk), tiles),
         _tile(x.v, hv * vw, (bt, bv), tiles), _tile(prepared.correction, bt, (bt, bt), tiles),
         _tile(prepared.scores, bt, (bt, bt), tiles), _tile(prepared.states, bk, (bv, bk), tiles),
-        _tile(prepared.residuals, bt, (bv, bt), tiles), cu_seqlens, chunk_offsets, problem.tokens,
-        problem.sequences, problem.chunks, **constants, num_warps=c.chain_warps, num_stages=constants["STAGES"],
+        _tile(prepared.residuals, bt, (bv, bt), tiles), _tile(prepared.transitions, bk, (bk, bk), tiles), cu_seqlens,
+        chunk_offsets, problem.tokens, problem.sequences, problem.chunks, c.span, **constants,
+        **_options(c, c.chain_warps, constants["STAGES"]),
     )  # fmt: skip
 
 
@@ -199,6 +257,7 @@ def forward(problem: Problem, tables: ChunkTables | None, x: Operands, final_sta
     prepared = prepare(problem, tables, c, x, o)
     if keep and c.keep_states:
         prepared = prepared._replace(**_state_buffers(problem, tables, c, x.q))
+    prepared = segment_states(problem, tables, c, x, prepared)
     chain(problem, tables, c, x, prepared, o, final_state)
     return o, prepared
 
@@ -209,6 +268,27 @@ def _state_buffers(problem: Problem, tables: ChunkTables | None, c: Configuratio
     rows = triton.cdiv(width, c.chain_block) * c.chain_block
     return {"states": q.new_empty(slots, hv, rows, c.key_block),
             "residuals": q.new_empty(slots, hv, width, problem.chunk_size)}  # fmt: skip
+
+
+def segment_gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
+                      do: torch.Tensor, dfinal_state: torch.Tensor | None) -> torch.Tensor | None:  # fmt: skip
+    """Launch the gradients behind the segments, where sequences are cut."""
+    cuts = segments(problem, c.reverse_span) - 1
+    if not cuts:
+        return None
+    bt, bk, bv, tiles = problem.chunk_size, c.key_block, c.reverse_block, c.tiles
+    hv, kw, vw = problem.value_heads, problem.key_width, problem.value_width
+    dends = x.q.new_empty(problem.sequences, cuts, hv, kw * vw, dtype=torch.float32)
+    constants = segment_gradients_constants(problem, c, tables is not None, dfinal_state is not None)
+    cu_seqlens, _, chunk_offsets = _boundaries(tables)
+    segment_gradients_kernel[(problem.sequences * cuts * hv * triton.cdiv(vw, bv),)](
+        x.q, x.k, do, *prepared[:4], dfinal_state, dends,
+        _tile(x.q, problem.heads * kw, (bt, bk), tiles), _tile(x.k, problem.heads * kw, (bt, bk), tiles),
+        _tile(do, hv * vw, (bt, bv), tiles), _tile(prepared.correction, bt, (bt, bt), tiles),
+        _tile(prepared.scores, bt, (bt, bt), tiles), cu_seqlens, chunk_offsets, problem.tokens, problem.sequences,
+        problem.chunks, c.reverse_span, **constants, **_options(c, c.reverse_warps, constants["STAGES"]),
+    )  # fmt: skip
+    return dends
 
 
 def reverse_chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
@@ -225,15 +305,19 @@ def reverse_chain(problem: Problem, tables: ChunkTables | None, c: Configuration
     dinitial_state = None if x.initial_state is None else torch.empty_like(x.initial_state)
     constants = reverse_constants(problem, c, tables is not None, x.initial_state is not None,
                                   dfinal_state is not None, recompute)  # fmt: skip
+    dends = segment_gradients(problem, tables, c, x, prepared, do, dfinal_state)
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
-    backward_chains_kernel[((1 + recompute) * problem.sequences * hv * triton.cdiv(vw, bv),)](
-        x.q, x.k, x.v, do, *prepared, dstates, dw, x.initial_state, dfinal_state, dinitial_state,
+    programs = (1 + recompute) * problem.sequences * constants["SEGMENTS"] * hv * triton.cdiv(vw, bv)
+    backward_chains_kernel[(programs,)](
+        x.q, x.k, x.v, do, *prepared[:6], dstates, dw, x.initial_state, dfinal_state, dinitial_state, prepared.ends,
+        prepared.transitions, dends,
         _tile(x.q, problem.heads * kw, (bt, bk), tiles), _tile(x.k, problem.heads * kw, (bt, bk), tiles),
         _tile(x.v, hv * vw, (bt, bv), tiles), _tile(do, hv * vw, (bt, bv), tiles),
         _tile(prepared.correction, bt, (bt, bt), tiles), _tile(prepared.scores, bt, (bt, bt), tiles),
         _tile(prepared.states, bk, (bv, bk), tiles), _tile(prepared.residuals, bt, (bv, bt), tiles),
-        _tile(dstates, bk, (bv, bk), tiles), cu_seqlens, chunk_offsets, problem.tokens, problem.sequences,
-        problem.chunks, **constants, num_warps=c.reverse_warps, num_stages=c.reverse_stages,
+        _tile(dstates, bk, (bv, bk), tiles), _tile(prepared.transitions, bk, (bk, bk), tiles), cu_seqlens,
+        chunk_offsets, problem.tokens, problem.sequences, problem.chunks, c.reverse_span, **constants,
+        **_options(c, c.reverse_warps, c.reverse_stages),
     )  # fmt: skip
     return prepared, dstates, dw, dinitial_state
 
@@ -255,7 +339,7 @@ def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x:
             _tile(dstates, c.key_block, block, c.state_tiles), *_boundaries(tables), problem.scale, problem.tokens,
             problem.sequences, problem.chunks,
             **gradients_constants(problem, c, tables is not None, x.dt_bias is not None),
-            num_warps=c.gradient_warps, num_stages=c.gradient_stages,
+            **_options(c, c.gradient_warps, c.gradient_stages),
         )  # fmt: skip
     return dq, dk, dg, dbeta, gate_sums
 
@@ -275,7 +359,7 @@ def finish(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Op
         finish_kernel[(programs,)](
             x.q, x.k, dq_parts, dk_parts, dq, dk, gate_sums, dA_log, ddt_bias, cu_seqlens, chunk_offsets,
             problem.rows, problem.sequences, _slots(problem, tables), row_programs,
-            **finish_constants(problem, c, tables is not None, x.dt_bias is not None), num_warps=4, num_stages=1,
+            **finish_constants(problem, c, tables is not None, x.dt_bias is not None), **_options(c, 4, 1),
         )  # fmt: skip
     return dq, dk, dA_log, ddt_bias
 

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from graphsafe_kernels.delta.gate_kernels import log_gate, log_gate_slope
+from graphsafe_kernels.delta.overlap_kernels import follow
 from graphsafe_kernels.delta.row_kernels import clear_rows, load_rows, locate_slot, padding_rows
 from graphsafe_kernels.gdn.prepare_kernels import VECTORS
 
@@ -91,7 +92,7 @@ def gradients_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KEY: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per slot and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and becomes dv; dq, dk
     ``[tokens, HV, K]``: the gradients where H is HV, else parts of them; dg, dbeta ``[tokens, HV]`` for the raw inputs;
@@ -100,6 +101,7 @@ def gradients_kernel(
     KEEP: tl.constexpr = BV >= V
     STATE_ROWS: tl.constexpr = (V + BV - 1) // BV * BV
     KEY_BLOCK: tl.constexpr = min(KEY, 128)
+    follow(OVERLAP)
     pid = tl.program_id(0)
     slot = pid // HV
     hv = pid % HV
@@ -256,6 +258,7 @@ def finish_kernel(
     q, k, dq_parts, dk_parts, dq, dk, gate_sums, dA_log, ddt_bias, cu_seqlens, chunk_offsets, T, N, slots, row_programs,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
     L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sums over value heads, l2norm's projection, and the gate parameters' sums over slots, in fixed orders.
 
@@ -263,6 +266,7 @@ def finish_kernel(
     ``[tokens, HV, K]``; padding rows become zero. With GATE, one more program per value head sums its ``gate_sums``
     over the live slots, SUMS at a time from slot 0, so that padding only ever adds exact zeros behind them.
     """
+    follow(OVERLAP)
     pid = tl.program_id(0)
     if GATE:
         # T is the rows of all sequences here, so a dense batch has every slot live.

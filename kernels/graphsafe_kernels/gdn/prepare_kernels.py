@@ -23,6 +23,7 @@ import triton.language as tl
 
 from graphsafe_kernels.delta.gate_kernels import LOG2E, activated_beta, log_gate
 from graphsafe_kernels.delta.inverse_kernels import correction_tile, refine_tile
+from graphsafe_kernels.delta.overlap_kernels import follow
 from graphsafe_kernels.delta.row_kernels import clear_rows, locate_slot, padding_rows
 
 LOWEST: tl.constexpr = tl.constexpr(-160.0)
@@ -51,12 +52,13 @@ def prepare_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, FACTOR: tl.constexpr, INVERSE: tl.constexpr, REFINE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per slot and value head, heads fastest. q, k ``[tokens, H, K]``; g, beta ``[tokens, HV]``;
     A_log, dt_bias ``[HV]``; correction, scores ``[slots, HV, BT, BT]``; vectors ``[slots, HV, 7, BT]`` fp32;
     decay ``[slots, HV]`` fp32; o ``[tokens, HV, V]`` (padding rows are cleared). INVERSE: fp16, fp32.
     REFINE: beta may pass 1."""
+    follow(OVERLAP)
     pid = tl.program_id(0)
     slot = pid // HV
     hv = pid % HV
@@ -119,17 +121,19 @@ def prepare_kernel(
     P = QK * between * (rq * scale)[:, None] * rk[None, :]
     tl.store(scores + tile, P.to(scores.dtype.element_ty))
     C = KK * between * rk[:, None] * rk[None, :]
-    if INVERSE == "fp16":
-        X = correction_tile(C, b, BT, tl.float16, PRECISION)
-        if REFINE:
-            if tl.max(b, 0) > 1.0:
-                # C again, from memory: kept, it would take registers that the rest needs.
-                tl.debug_barrier()
-                C = key_products(k, base, m, tl.load(vec + 4 * BT), tl.load(vec + 5 * BT), K, BT, BK, PRECISION)
-                X = refine_tile(X.to(tl.float16), C, tl.load(vec + BT), BT)
-    else:
-        X = correction_tile(C, b, BT, tl.float32, PRECISION)
+    X = correction_tile(C, b, BT, tl.float16 if INVERSE == "fp16" else tl.float32, PRECISION)
     tl.store(correction + tile, X.to(correction.dtype.element_ty))
+    if REFINE and INVERSE == "fp16":
+        if tl.max(b, 0) > 1.0:
+            # Everything again, from memory: kept, it would take registers that the rest needs, branch taken or not.
+            tl.debug_barrier()
+            C = key_products(k, base, m, tl.load(vec + 4 * BT), tl.load(vec + 5 * BT), K, BT, BK, PRECISION)
+            b = tl.load(vec + BT)
+            rounded = tl.load(correction + tile)
+            X = refine_tile(rounded.to(tl.float16), C, b, BT)
+            # A row is refined for its own and earlier tokens' beta alone, so that later ones change nothing.
+            reached = tl.max(tl.where(low, b[None, :], 0.0), 1) > 1.0
+            tl.store(correction + tile, tl.where(reached[:, None], X.to(rounded.dtype), rounded))
     if PACKED:
         first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
         if first < end:

@@ -19,7 +19,7 @@ from graphsafe_kernels.shipped import Shipped, pointer
 
 __all__ = ["shipped"]
 
-_SCALARS = {"scale": "fp32", "T": "i32", "N": "i32", "NT": "i32", "slots": "i32", "row_programs": "i32"}
+_SCALARS = {"scale": "fp32", **dict.fromkeys(("T", "N", "NT", "span", "slots", "row_programs"), "i32")}
 _TABLES = {"cu_seqlens": "*i32", "chunk_indices": "*i32", "chunk_offsets": "*i32"}
 
 
@@ -55,10 +55,16 @@ def _kernels(p: launch.Problem, c: Configuration, dtype: torch.dtype, full: bool
     gates = dict.fromkeys(("A_log", "dt_bias", "gate_sums", "dA_log", "ddt_bias"), gate)
     states = dict.fromkeys(("initial_state", "final_state", "dfinal_state", "dinitial_state"), state)
     common = {**tokens, **fp32, **gates, **states, **_TABLES, **_SCALARS}
+    element = "bf16" if dtype == torch.bfloat16 else "fp16"
 
-    def tile(rows: int, columns: int, use: bool = c.tiles) -> str | None:
-        element = "bf16" if dtype == torch.bfloat16 else "fp16"
+    def tile(rows: int, columns: int, use: bool = c.tiles, element: str = element) -> str | None:
         return f"tensordesc<{element}[{rows}, {columns}]>" if use else None
+
+    def cut(span: int) -> dict[str, str | None]:
+        """What a kernel over segments takes besides."""
+        several = launch.segments(p, span) > 2
+        return {"ends": "*fp32", "dends": "*fp32", "transitions": "*fp32" if several else None,
+                "transitions_tiles": tile(c.key_block, c.key_block, c.tiles and several, "fp32")} if span else {}
 
     token_tiles = {
         "q_tiles": tile(bt, c.key_block), "k_tiles": tile(bt, c.key_block), "v_tiles": tile(bt, c.chain_block),
@@ -73,13 +79,21 @@ def _kernels(p: launch.Problem, c: Configuration, dtype: torch.dtype, full: bool
         return Shipped(kernel, name, here, constants, warps, stages)
 
     yield entry(launch.prepare_kernel, common, launch.prepare_constants(p, c, True, full), c.prepare_warps, 1)
+    if c.span:
+        constants = launch.segment_states_constants(p, c, True, full)
+        types = {**common, **token_tiles, **cut(c.span)}
+        yield entry(launch.segment_states_kernel, types, constants, c.chain_warps, constants["STAGES"])
+    if c.reverse_span:
+        constants = launch.segment_gradients_constants(p, c, True, full)
+        types = {**common, **token_tiles, **cut(c.reverse_span)}
+        yield entry(launch.segment_gradients_kernel, types, constants, c.reverse_warps, c.reverse_stages)
     for save in (False, True):
         constants = launch.chain_constants(p, c, True, full, full, save)
-        types = {**common, **token_tiles, **(kept | kept_tiles if save else {})}
+        types = {**common, **token_tiles, **(kept | kept_tiles if save else {}), **cut(c.span)}
         yield entry(launch.forward_chain_kernel, types, constants, c.chain_warps, constants["STAGES"])
     for recompute in (False, True):
         constants = launch.reverse_constants(p, c, True, full, full, recompute)
-        types = {**common, **kept, **token_tiles, **kept_tiles}
+        types = {**common, **kept, **token_tiles, **kept_tiles, **cut(c.reverse_span)}
         yield entry(launch.backward_chains_kernel, types, constants, c.reverse_warps, c.reverse_stages)
     if capability != 80 and not (bt == 32 and capability == 90):
         constants = launch.gradients_constants(p, c, True, full)
