@@ -11,17 +11,14 @@ Requirements
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphsafe._location import Location
 from graphsafe._one_capture import one_capture
-from graphsafe._storage import StorageRef
+from graphsafe._outside import OutsideTensors
 from graphsafe._watch import Watch
 from graphsafe.base import BaseGraph
-from graphsafe.errors import error
 from graphsafe_cuda import compat
 from graphsafe_cuda.driver import fill_bytes, node_kinds
 
@@ -39,29 +36,6 @@ def forget_buried() -> None:
     _buried.clear()
 
 
-class _Outside:
-    """A storage from outside, and who held it at the capture; a death puts it among the suspects."""
-
-    def __init__(self, t: torch.Tensor, where: Location | None, name: str, suspects: list[_Outside]) -> None:
-        self.ref = StorageRef(t)
-        self.shape = tuple(t.shape)
-        self.where = where
-        self.name = name
-        self.owner = weakref.ref(t, lambda _: suspects.append(self))
-        self.address = t.data_ptr()
-
-    def check(self) -> None:
-        what = f"a tensor of shape {list(self.shape)} that the graph reads in {self.name}"
-        if not self.ref.alive():
-            raise error("input-died", f"{what} has died; it was first used at {self.where}")
-        if not self.ref.unchanged():
-            self.refuse_moved()
-
-    def refuse_moved(self) -> NoReturn:
-        what = f"a tensor of shape {list(self.shape)} that the graph reads in {self.name}"
-        raise error("storage-replaced", f"{what} now has another storage; it was first used at {self.where}")
-
-
 class CudaGraph(BaseGraph):
     """See the module's requirements; made by ``runtime.capture()``."""
 
@@ -72,15 +46,11 @@ class CudaGraph(BaseGraph):
         self.pool = pool if pool is not None else torch.cuda.graph_pool_handle()
         self.kernel_names: list[str] = []
         self._launches = 0
-        self._outside: dict[int, _Outside] = {}
-        self._suspects: list[_Outside] = []
+        self._outside = OutsideTensors()
 
     def remember_outside(self, watch: Watch) -> None:
-        """Keep weak references to what the body read from outside."""
-        for key, (t_ref, where, name) in watch.outside.items():
-            t = t_ref()
-            if t is not None and key not in watch.born:
-                self._outside[key] = _Outside(t, where, name, self._suspects)
+        """Watch what the captured body read from outside."""
+        self._outside.remember(watch)
 
     def finish(self) -> None:
         """Count the nodes and make the executable graph; called once, after the capture."""
@@ -108,17 +78,8 @@ class CudaGraph(BaseGraph):
     def replay(self) -> None:
         """Launch the graph on the current stream; one host call."""
         self._ready()
-        self._check_outside()
+        self._outside.check()
         self.raw.replay()
-
-    def _check_outside(self) -> None:
-        """What the graph reads from outside must live where it was; a tensor moved by .data or set_ has moved."""
-        for suspect in self._suspects:
-            suspect.check()
-        for outside in self._outside.values():
-            owner = outside.owner()
-            if owner is not None and owner.data_ptr() != outside.address:
-                outside.refuse_moved()
 
     def poison(self) -> None:
         """Fill the pool with NaN."""
@@ -145,5 +106,4 @@ class CudaGraph(BaseGraph):
             torch.cuda.synchronize(self.runtime.device)
         self.discard()
         super().close()
-        self._outside.clear()
-        self._suspects.clear()
+        self._outside.forget()
