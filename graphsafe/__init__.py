@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from graphsafe.arena import StaticArena
 from graphsafe.bucket import Bucket
+from graphsafe.capabilities import capabilities, require
 from graphsafe.errors import (
     ArgumentError,
     BackendError,
@@ -51,9 +52,11 @@ __all__ = [
     "StaticArena",
     "TrainStep",
     "UnsupportedError",
+    "capabilities",
     "get_runtime",
     "graphed",
     "lint",
+    "require",
 ]
 
 __version__ = "0.1.0"

@@ -293,6 +293,10 @@ class BaseRuntime:
         found = explanation_of(problem)
         return str(problem) if found is None else f"{found.meaning} {found.remedy}"
 
+    def environment(self) -> dict[str, str | None]:
+        """What a result on this device depends on, by name: the device, its driver and its libraries."""
+        return {"device": str(self.device)}
+
     # For adapters.
 
     def _default_generators(self) -> list[torch.Generator]:

@@ -10,6 +10,7 @@ Requirements
 
 from __future__ import annotations
 
+import platform
 import time
 from contextlib import AbstractContextManager
 from typing import Any
@@ -118,6 +119,10 @@ class CpuRuntime(BaseRuntime):
 
     def synchronize(self) -> None:
         """A CPU has run everything when a call returns."""
+
+    def environment(self) -> dict[str, str | None]:
+        """The processor's kind and the number of threads that torch uses."""
+        return {"device": f"cpu ({platform.machine()})", "threads": str(torch.get_num_threads())}
 
     def memory(self) -> MemoryFigures:
         """Bytes of all tensor storages alive in this process; the peak is that of the calls made so far."""

@@ -27,6 +27,7 @@ from graphsafe.errors import GraphSafeError, error
 from graphsafe.metadata import MetadataBuilder
 from graphsafe.runtime import MemoryFigures
 from graphsafe_cuda import compat
+from graphsafe_cuda.driver import driver_version
 from graphsafe_cuda.explain import explanation_of
 from graphsafe_cuda.graph import CudaGraph, forget_buried
 
@@ -68,6 +69,14 @@ class CudaRuntime(BaseRuntime):
     def event(self) -> torch.cuda.Event:
         """An event with timing: ``record()``, then ``a.elapsed_time(b)`` in milliseconds."""
         return torch.cuda.Event(enable_timing=True)
+
+    def environment(self) -> dict[str, str | None]:
+        """The GPU, its driver, and the CUDA that torch was built with."""
+        return {
+            "device": torch.cuda.get_device_name(self.device),
+            "driver": driver_version(),
+            "cuda": torch.version.cuda,
+        }
 
     def explain(self, problem: BaseException | str | int) -> str:
         """What a CUDA error means and what to do."""

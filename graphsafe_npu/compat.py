@@ -24,6 +24,7 @@ from graphsafe.errors import error
 
 __all__ = [
     "autotuner",
+    "cann_version",
     "compile_hook",
     "fresh_generator_state",
     "launch_hook",
@@ -62,6 +63,12 @@ def load() -> Any:
             remedy="Check npu-smi info, ASCEND_RT_VISIBLE_DEVICES, and that this user may open /dev/davinci*.",
         )
     return npu
+
+
+def cann_version(npu: Any) -> str | None:
+    """The version of CANN, or None where torch_npu does not tell it."""
+    ask = getattr(getattr(npu, "utils", None), "get_cann_version", None)
+    return None if ask is None else str(ask()) or None
 
 
 def memory_figures(npu: Any, device: torch.device) -> tuple[int, int]:

@@ -74,6 +74,11 @@ class NpuRuntime(BaseRuntime):
         """An event with timing: ``record()``, then ``a.elapsed_time(b)`` in milliseconds."""
         return self.npu.Event(enable_timing=True)
 
+    def environment(self) -> dict[str, str | None]:
+        """The NPU and the version of CANN, where torch_npu tells it."""
+        name = str(self.npu.get_device_name(self.device))
+        return {"device": name, "cann": None if self.simulated else compat.cann_version(self.npu)}
+
     def explain(self, problem: BaseException | str | int) -> str:
         """What an ACL error means and what to do."""
         found = explanation_of(problem)

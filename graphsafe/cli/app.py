@@ -9,6 +9,7 @@ import typer
 import graphsafe
 from graphsafe.cli.bench import bench
 from graphsafe.cli.demo import demo
+from graphsafe.cli.doctor import doctor
 from graphsafe.cli.explain import explain
 from graphsafe.cli.lint import lint
 from graphsafe.cli.price import price
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(bench)
+app.command()(doctor)
 app.command()(price)
 app.command()(lint)
 app.command()(explain)
