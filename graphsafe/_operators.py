@@ -104,9 +104,15 @@ def _becomes_masked_fill(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
     return one and not accumulate and all(i.dtype in (torch.bool, torch.uint8) for i in indices) and len(indices) == 1
 
 
+_COLLECTIVES = ("c10d::", "c10d_functional::", "_c10d_functional::", "_c10d_functional_autograd::")
+"""Namespaces of torch's operators that talk to other ranks."""
+
+
 def violation(facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, str] | None:
     """The rule that the call breaks and a sentence that says how, or None."""
     base = facts.name.split("::")[-1].split(".")[0]
+    if facts.name.startswith(_COLLECTIVES):
+        return "collective", f"{facts.name} waits for other ranks inside the capture"
     if base == "lift_fresh":
         return "host-data", "a tensor is made from host values"
     if base == "repeat_interleave" and facts.dynamic_shape:

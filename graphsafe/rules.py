@@ -284,9 +284,10 @@ _ALL = (
     Rule(
         "GS601",
         "collective",
-        "Ranks capture and replay in lockstep.",
-        "A collective in one rank's graph waits for the same in every other's.",
-        "Capture and replay in the same order on all ranks.",
+        "No collective is captured.",
+        "A collective in one rank's graph waits for the same in every other's: a rank that captures, replays or turns "
+        "eager out of step stops all of them, and no rank can see that coming.",
+        "Run collectives between replays, on what the graphs return; capture what lies between them.",
     ),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import threading
 
 import numpy
@@ -478,3 +479,36 @@ def sparse(rt):
         return x.relu().to_sparse()  # BREAKS
 
     return bodies(rt, breaking, lambda: x.relu())
+
+
+# Other ranks.
+
+
+@case("collective", gs.DistributedError)
+def collective(rt):
+    x = data(rt, 4)
+    distributed = torch.distributed
+
+    def one_rank(body):
+        def run():
+            with tempfile.TemporaryDirectory() as folder:
+                store = distributed.FileStore(f"{folder}/store", 1)
+                distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+                try:
+                    with rt.capture() as graph:
+                        graph.outputs(body())
+                finally:
+                    distributed.destroy_process_group()
+
+        return run
+
+    def breaking():
+        y = x * 2
+        distributed.all_reduce(y)  # BREAKS
+        return y
+
+    def twin():
+        distributed.get_rank()
+        return x * 2
+
+    return one_rank(breaking), one_rank(twin)
