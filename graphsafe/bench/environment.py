@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import platform
 import subprocess
 from collections.abc import Iterable
@@ -22,6 +23,8 @@ import graphsafe
 from graphsafe.bench.timing import Protocol
 
 __all__ = ["COMPARABLE", "CPU_NOTE", "environment", "incomparable"]
+
+_COMMIT_VARIABLE = "GRAPHSAFE_COMMIT"
 
 COMPARABLE = ("runtime", "device", "threads", "torch", "triton", "driver", "python", "interpreted", "protocol")
 """Fields that two runs share if their times are to be compared."""
@@ -51,6 +54,7 @@ def environment(runtime: Any, protocol: Protocol, distributions: Iterable[str] =
         "interpreted": _served_by(torch.device("cpu"))["build_tables"] == "triton",
         "served_by": _served_by(runtime.device),
         "cache_flush": "none" if runtime.device.type == "cpu" else "256 MiB written before each sample",
+        "peaks": None,
         "protocol": {"samples": protocol.samples, "warm": protocol.warm, "least": protocol.least},
         "note": CPU_NOTE if runtime.device.type == "cpu" else None,
     }
@@ -102,7 +106,12 @@ def _driver(runtime: Any) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the source this runs from, ``+changes`` where the files differ; None for an installed package."""
+    """The commit of the source this runs from, ``+changes`` where the files differ; None for an installed package.
+
+    A copy of the source without its history has none: ``GRAPHSAFE_COMMIT`` names it.
+    """
+    if os.environ.get(_COMMIT_VARIABLE):
+        return os.environ[_COMMIT_VARIABLE]
     here = str(Path(graphsafe.__file__).parent)
     commit = _output(["git", "-C", here, "rev-parse", "--short=12", "HEAD"])
     if commit is None:

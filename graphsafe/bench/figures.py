@@ -18,7 +18,7 @@ from typing import Any
 
 from graphsafe.bench.cases import SHORT
 
-__all__ = ["break_even", "compare_providers", "crossing", "figures", "median"]
+__all__ = ["break_even", "crossing", "figures", "median"]
 
 Result = Mapping[str, Any]
 
@@ -57,10 +57,25 @@ def figures(result: Result) -> dict[str, Any]:
         "padding_cost_eager": _excess(fixed, live),
         "update_us": median(result, "update", "wall"),
         "update_overhead": _excess(updated, replay),
+        "update_overhead_certain": apart(result, "graph-update-replay", "graph-replay", "wall"),
         "switch_cost": _excess(median(result, "eager-on", "wall"), live),
+        "switch_cost_certain": apart(result, "eager-on", "eager-live", "wall"),
         "switch_noise": _excess(median(result, "eager-off", "wall"), live),
         "replays_to_pay": math.ceil(paid / saved) if paid is not None and saved is not None and saved > 0 else None,
+        **_floor(result),
         **_memory(result),
+    }
+
+
+def _floor(result: Result) -> dict[str, Any]:
+    """How much of a replay's time is the floor: of the bucket's replay where there is one, else of graph-live's."""
+    us = (result.get("floor") or {}).get("us")
+    arm = "graph-replay" if "graph-replay" in result.get("times", {}) else "graph-live"
+    time, busy = median(result, arm, "device"), _busy(result, arm)
+    return {
+        "floor_us": us,
+        "floor_share": None if us is None or not time else us / time,
+        "floor_share_busy": None if us is None or not busy else us / busy,
     }
 
 
@@ -145,56 +160,3 @@ def _series_label(case: Mapping[str, Any]) -> str:
     sizes = f", {case['heads']}/{case['value_heads']}x{case['key_dim']}" if "heads" in case else ""
     packed = f", {case['sequences']} sequences" if case["sequences"] > 1 else ""
     return f"{case['operator']}{sizes}{packed}, {SHORT[case['direction']]}"
-
-
-_COMPARED = (("eager-live", "wall"), ("graph-live", "device"), ("graph-replay", "device"))
-
-
-def compare_providers(results: Sequence[Result], one: str, other: str) -> list[dict[str, Any]]:
-    """Both providers case by case: who is right, who is faster, where, by how much.
-
-    ``ratio``: time of ``other`` over time of ``one``; ``faster``: a provider's name, or "tie" where the 95 % intervals
-    of the medians overlap.
-    """
-    by_key: dict[str, dict[str, Result]] = {}
-    for result in results:
-        by_key.setdefault(result["key"], {})[result["provider"]] = result
-    rows = []
-    for pair in by_key.values():
-        if one not in pair or other not in pair:
-            continue
-        a, b = pair[one], pair[other]
-        row: dict[str, Any] = {"label": a["label"], "group": a["case"]["group"], "arms": {}}
-        for name, result in ((one, a), (other, b)):
-            row[name] = {"status": result["status"], "reason": result["reason"], "error": worst_error(result)}
-        for arm, clock in _COMPARED:
-            times = [r.get("times", {}).get(arm) for r in (a, b)]
-            if None not in times:
-                row["arms"][arm] = _duel(one, other, times[0][clock], times[1][clock]) | {"clock": clock}
-        rows.append(row)
-    return rows
-
-
-def _duel(one: str, other: str, a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, Any]:
-    faster = "tie"
-    if a["high"] < b["low"]:
-        faster = one
-    elif b["high"] < a["low"]:
-        faster = other
-    return {one: a["p50"], other: b["p50"], "ratio": b["p50"] / a["p50"], "faster": faster}
-
-
-def worst_error(result: Result) -> dict[str, Any] | None:
-    """The result whose error comes closest to its bound: its name, error and bound."""
-    checks = result.get("checks")
-    if not checks or not checks["errors"]:
-        return None
-
-    def share(name: str) -> float:
-        error, bound = checks["errors"][name], checks["bounds"][name]
-        if error is None:  # not finite
-            return math.inf
-        return error / bound if bound else (math.inf if error else 0.0)
-
-    name = max(checks["errors"], key=share)
-    return {"name": name, "error": checks["errors"][name], "bound": checks["bounds"][name]}

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from graphsafe.bench import text
-from graphsafe.bench.figures import worst_error
 from graphsafe.bench.modes import MODES
-from graphsafe.bench.report import SUMMARY_COLUMNS, summary_rows
+from graphsafe.bench.summary import GROUPS, absent_arms, grouped_losses, naming, table_of
 from graphsafe.errors import error
 
 __all__ = ["render", "write_html"]
@@ -54,6 +53,7 @@ def render(report: Mapping[str, Any]) -> str:
         "seconds": text.seconds,
         "error": text.error_text,
         "verdict": text.verdict_text,
+        "standing": text.standing_text,
     }
     return templates.get_template(_TEMPLATE).render(
         report=report,
@@ -61,8 +61,11 @@ def render(report: Mapping[str, Any]) -> str:
         results=report["results"],
         clocks=["wall"] if report["environment"]["runtime"] == "cpu" else ["wall", "device"],
         modes=MODES,
-        columns=SUMMARY_COLUMNS,
-        rows=list(summary_rows(report["results"])),
+        who=naming(report["results"]),
+        losses=list(grouped_losses(report["results"])),
+        absent=list(absent_arms(report["results"])),
+        some_of=text.some_of,
+        tally=lambda pair, found: list(text.tally_lines(pair, found)),
+        groups=[(group, *table_of(group, report["results"])) for group in GROUPS],
         plots=list(draw_plots(report)),
-        worst_error=worst_error,
     )

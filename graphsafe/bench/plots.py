@@ -26,6 +26,7 @@ __all__ = ["draw_plots"]
 
 Result = Mapping[str, Any]
 _COLOURS = dict(zip(MODES, ("#0072b2", "#56b4e9", "#009e73", "#d55e00"), strict=True))
+_PALETTE = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#000000")
 _MARKERS = dict(zip(MODES, "os^D", strict=True))
 _STYLE: Any = {
     "svg.fonttype": "none",
@@ -47,10 +48,13 @@ def draw_plots(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         results = [r for r in report["results"] if r["status"] == "ok" and r["times"]]
         for curve in report["break_even"]:
             yield _lengths(curve, results)
-        if results:
-            yield _modes(results)
-            yield from _utilisation(results)
-            yield _memory(results)
+        yield from _providers(report)
+        own = [r for r in results if r["provider"] == results[0]["provider"]]
+        for group, members in _by_group(own):
+            yield _modes(group, members)
+        yield from _utilisation(own)
+        for group, members in _by_group([r for r in own if r["graph"] is not None]):
+            yield _memory(group, members)
 
 
 def _svg(figure: Any) -> str:
@@ -61,9 +65,39 @@ def _svg(figure: Any) -> str:
     return re.sub(r'(<svg [^>]*?)width="[^"]*" height="[^"]*"', r"\1", text[text.index("<svg") :], count=1)
 
 
-def _name(result: Result, results: Sequence[Result]) -> str:
-    several = len({r["provider"] for r in results}) > 1
-    return f"{result['label']} [{result['provider']}]" if several else str(result["label"])
+def _by_group(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
+    """The results of one provider by the group of their cases: a plot each, so that none is taller than a page."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result["case"]["group"], []).append(result)
+    yield from groups.items()
+
+
+def _providers(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Every provider of a group's cases on one scale, by the graph that each can have."""
+    names = list(report["environment"]["providers"])
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in report.get("conformance", ()):
+        if any("graph-live" in found["times"] for found in row["providers"].values()):
+            groups.setdefault(row["group"], []).append(row)
+    for group, rows in groups.items():
+        figure, axes = pyplot.subplots(figsize=(8.6, 0.9 + 0.34 * len(rows)))
+        for number, name in enumerate(names):
+            points = [
+                (row["providers"][name]["times"]["graph-live"], place)
+                for place, row in enumerate(rows)
+                if "graph-live" in row["providers"].get(name, {}).get("times", {})
+            ]
+            if points:
+                x, y = zip(*points, strict=True)
+                axes.plot(x, y, ls="", marker="os^Dvp"[number % 6], color=_PALETTE[number % 6], ms=6, label=name)
+        axes.set_yticks(range(len(rows)), [row["label"] for row in rows])
+        axes.set(xscale="log", xlabel="microseconds, device events, median")
+        _plain_numbers(axes.xaxis)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.legend(frameon=False, ncols=len(names), loc="lower center", bbox_to_anchor=(0.4, 1.0))
+        caption = "graph-live: a graph captured at the batch's own size, which every provider can have; left is faster."
+        yield f"Providers side by side: {group}", caption, _svg(figure)
 
 
 def _lengths(curve: Mapping[str, Any], results: Sequence[Result]) -> tuple[str, str, str]:
@@ -81,9 +115,7 @@ def _lengths(curve: Mapping[str, Any], results: Sequence[Result]) -> tuple[str, 
         axes.fill_between(lengths, low, high, color=colour, alpha=0.15)
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds, wall clock, median")
     axes.set_xticks(curve["lengths"], [f"{int(n):,}" for n in curve["lengths"]])
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.minorticks_off()
+    _plain_numbers(axes.yaxis)
     if curve["verdict"] == "crossing":
         axes.axvline(curve["tokens"], color="0.4", ls="--", lw=1)
         axes.annotate(
@@ -99,11 +131,18 @@ def _lengths(curve: Mapping[str, Any], results: Sequence[Result]) -> tuple[str, 
     return f"Latency against length: {curve['label']} [{curve['provider']}]", caption, _svg(figure)
 
 
+def _plain_numbers(axis: Any) -> None:
+    """A logarithmic axis with ticks at 1, 2 and 5, written out."""
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.12g}"))
+    axis.set_minor_locator(ticker.NullLocator())
+
+
 def _belongs(result: Result, curve: Mapping[str, Any]) -> bool:
     return float(result["case"]["tokens"]) in curve["lengths"] and bool(result["series"] == curve["series"])
 
 
-def _modes(results: Sequence[Result]) -> tuple[str, str, str]:
+def _modes(group: str, results: Sequence[Result]) -> tuple[str, str, str]:
     figure, axes = pyplot.subplots(figsize=(8.6, 0.9 + 0.42 * len(results)))
     for row, result in enumerate(results):
         for mode in MODES:
@@ -111,14 +150,14 @@ def _modes(results: Sequence[Result]) -> tuple[str, str, str]:
                 wall = result["times"][mode]["wall"]
                 axes.plot([wall["p50"], wall["p95"]], [row, row], color=_COLOURS[mode], lw=1.2, alpha=0.6)
                 axes.plot(wall["p50"], row, marker=_MARKERS[mode], color=_COLOURS[mode], ms=6, ls="")
-    axes.set_yticks(range(len(results)), [_name(r, results) for r in results])
+    axes.set_yticks(range(len(results)), [r["label"] for r in results])
     axes.set(xscale="log", xlabel="microseconds, wall clock: mark at the median, line to the 95th percentile")
-    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
+    _plain_numbers(axes.xaxis)
     axes.set_ylim(len(results) - 0.4, -0.6)
     handles = [axes.plot([], [], marker=_MARKERS[m], color=_COLOURS[m], ls="", label=m)[0] for m in MODES]
     axes.legend(handles=handles, frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.4, 1.0))
     caption = "Each row is one case; all its arms were sampled in the same interleaved rounds."
-    return "The four modes", caption, _svg(figure)
+    return f"The four modes: {group}", caption, _svg(figure)
 
 
 def _utilisation(results: Sequence[Result]) -> Iterator[tuple[str, str, str]]:
@@ -143,8 +182,7 @@ def _utilisation(results: Sequence[Result]) -> Iterator[tuple[str, str, str]]:
     yield "Padding cost against utilisation", caption, _svg(figure)
 
 
-def _memory(results: Sequence[Result]) -> tuple[str, str, str]:
-    shown = [r for r in results if r["graph"] is not None]
+def _memory(group: str, shown: Sequence[Result]) -> tuple[str, str, str]:
     figure, axes = pyplot.subplots(figsize=(8.6, 0.9 + 0.42 * len(shown)))
     scale = 2**20
     rows = range(len(shown))
@@ -156,9 +194,9 @@ def _memory(results: Sequence[Result]) -> tuple[str, str, str]:
     axes.barh([row + 0.38 for row in rows], eager, height=0.3, color="#0072b2", label="eager-live at its peak")
     price = [r["graph"]["price_bytes"] / scale for r in shown]
     axes.plot(price, rows, marker="|", ms=12, mew=2, color="black", ls="", label="price of the arena")
-    axes.set_yticks([row + 0.19 for row in rows], [_name(r, shown) for r in shown])
+    axes.set_yticks([row + 0.19 for row in rows], [r["label"] for r in shown])
     axes.set(xlabel="MiB")
     axes.set_ylim(len(shown) - 0.2, -0.5)
     axes.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.4, 1.0))
     caption = "What a graph holds for as long as it lives, beside what an eager call holds at its peak."
-    return "Memory", caption, _svg(figure)
+    return f"Memory: {group}", caption, _svg(figure)

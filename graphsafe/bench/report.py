@@ -10,7 +10,7 @@ Requirements
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from graphsafe.bench import text
-from graphsafe.bench.figures import worst_error
 from graphsafe.bench.modes import MODES
+from graphsafe.bench.summary import GROUPS, grouped_losses, naming, table_of
 
-__all__ = ["bits_text", "print_report", "summary_rows", "write_json"]
-
-Row = tuple[str, ...]
+__all__ = ["print_report", "write_json"]
 
 
 def write_json(report: Mapping[str, Any], path: Path) -> None:
@@ -45,45 +43,52 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     served = ", ".join(f"{operator} by {kind}" for operator, kind in environment["served_by"].items())
     console.print(f"this project's operators here: {served}", highlight=False)
     if any(result["status"] != "ok" for result in report["results"]):
-        console.print(_lost(report["results"]))
+        _print(console, _lost(report["results"]))
     clocks = ("wall",) if environment["runtime"] == "cpu" else ("wall", "device")
     for clock in clocks:
-        console.print(_times(report["results"], clock))
+        _print(console, _times(report["results"], clock))
     for table in _summary(report["results"]):
-        console.print(table)
+        _print(console, table)
     if report["break_even"]:
-        console.print(_break_even(report["break_even"]))
-    for pair, rows in report.get("comparison", {}).items():
-        console.print(_comparison(pair, rows))
+        _print(console, _break_even(report["break_even"]))
+    if report.get("conformance"):
+        _print(console, _conformance(report["conformance"], list(environment["providers"])))
+    for pair, found in report.get("comparison", {}).items():
+        _print(console, _comparison(pair, found["rows"]))
+        for line in text.tally_lines(pair, found["tally"]):
+            console.print(line, highlight=False)
     if "regressions" in report:
-        console.print(_regressions(report["regressions"]))
+        _print(console, _regressions(report["regressions"]))
     if environment["note"]:
         console.print(environment["note"], style="dim")
     if not report["complete"]:
         console.print("Interrupted: run again with --resume for the rest.", style="bold yellow")
 
 
+def _print(console: Console, table: Table) -> None:
+    """A table under its title, which a narrow table would fold; the title alone where there are no rows."""
+    title, table.title = table.title, None
+    console.print(title, style="bold", highlight=False)
+    if table.row_count:
+        console.print(table)
+
+
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    for number, name in enumerate(left):
-        table.add_column(name, overflow="fold", no_wrap=number == 0)
+    """Columns of text, which fold between words, and of numbers, which never break: only their headers do."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in left:
+        table.add_column(name)
     for name in right:
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     return table
-
-
-def _who(results: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], str]:
-    """A result's name: with its provider where several are in the report."""
-    several = len({r["provider"] for r in results}) > 1
-    return lambda r: f"{r['label']} [{r['provider']}]" if several else str(r["label"])
 
 
 def _times(results: Sequence[Mapping[str, Any]], clock: str) -> Table:
     what = {"wall": "wall clock", "device": "device events"}[clock]
-    headers = [mode.replace("-", " ") for mode in MODES]  # they may wrap between words
+    headers = [mode.replace("-", " ") for mode in MODES]
     headers += ["speed-up"] if clock == "wall" else []
-    table = _table(f"Time of a call by {what}, us: median (95th percentile)", ["case"], headers)
-    who = _who(results)
+    table = _table(f"Time of a call by {what}, us: median, below it the 95th percentile", ["case"], headers)
+    who = naming(results)
     for result in results:
         if result["status"] == "ok":
             cells = [_time_cell(result, mode, clock) for mode in MODES]
@@ -93,12 +98,11 @@ def _times(results: Sequence[Mapping[str, Any]], clock: str) -> Table:
 
 
 def _lost(results: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("Not measured", ["case", "why"], [])
-    for result in results:
-        if result["status"] != "ok":
-            style = "yellow" if result["status"] == "refused" else "bold red"
-            why = f"[{style}]{result['status']}[/]: {escape(result['reason'])}"
-            table.add_row(escape(f"{result['label']} [{result['provider']}]"), why)
+    table = _table("Not measured", ["provider", "why", "cases"], [])
+    for lost in grouped_losses(results):
+        style = "yellow" if lost["status"] == "refused" else "bold red"
+        why = f"[{style}]{lost['status']}[/]: {escape(lost['reason'])}"
+        table.add_row(escape(lost["provider"]), why, escape(text.some_of(lost["labels"])))
     return table
 
 
@@ -106,67 +110,17 @@ def _time_cell(result: Mapping[str, Any], mode: str, clock: str) -> str:
     taken = result["times"].get(mode)
     if taken is None:
         return "refused" if mode in result["refusals"] else text.DASH
-    return f"{text.microseconds(taken[clock]['p50'])} ({text.microseconds(taken[clock]['p95'])})"
-
-
-SUMMARY_COLUMNS = (
-    "case",
-    "slots",
-    "padding",
-    "by kernels",
-    "update, us",
-    "pays after",
-    "eager launches",
-    "replay launches",
-    "graph holds",
-    "eager peak",
-    "error / bound",
-    "replay",
-)
-_COSTS = 6
-"""How many of the columns the first of the terminal's two tables takes."""
-
-
-def summary_rows(results: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-    """The derived figures of each right result, as text, in the order of ``SUMMARY_COLUMNS``."""
-    who = _who(results)
-    for result in results:
-        if result["status"] != "ok":
-            continue
-        f, use, launches = result["figures"], result["utilisation"], result["launches"]
-        eager, replay = launches.get("eager-live"), launches.get("graph-replay")
-        yield (
-            who(result),
-            f"{use['live_slots']}/{use['slots_held']}",
-            text.cost(f["padding_cost_graph"], f["padding_cost_certain"]),
-            text.percent(f["padding_cost_busy"]),
-            text.microseconds(f["update_us"]),
-            text.count(f["replays_to_pay"]),
-            text.count(eager and eager["host"]),
-            text.DASH if replay is None else f"{text.count(replay['host'])} ({text.count(replay['device'])})",
-            text.byte_size(f["graph_bytes"]),
-            text.byte_size(f["eager_peak_bytes"]),
-            text.error_text(worst_error(result)),
-            bits_text(result),
-        )
-
-
-def bits_text(result: Mapping[str, Any]) -> str:
-    """Whether a replay gave eager's bits on two layouts."""
-    replay = (result["checks"] or {}).get("replay")
-    return text.DASH if replay is None else "same bits" if replay else "DIFFERS"
+    return f"{text.microseconds(taken[clock]['p50'])}\n[dim]{text.microseconds(taken[clock]['p95'])}[/]"
 
 
 def _summary(results: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
-    first, *rest = SUMMARY_COLUMNS
-    costs = _table("What follows from the times", [first], rest[: _COSTS - 1])
-    counts = _table("Launches, bytes, correctness", [first], rest[_COSTS - 1 :])
-    for row in summary_rows(results):
-        name, *cells = (escape(cell) for cell in row)
-        costs.add_row(name, *cells[: _COSTS - 1])
-        counts.add_row(name, *cells[_COSTS - 1 :])
-    yield costs
-    yield counts
+    for group in GROUPS:
+        columns, rows = table_of(group, results)
+        table = _table(group.title, ["case"], columns)
+        for row in rows:
+            table.add_row(*map(escape, row))
+        if rows:
+            yield table
 
 
 def _break_even(curves: Sequence[Mapping[str, Any]]) -> Table:
@@ -174,6 +128,28 @@ def _break_even(curves: Sequence[Mapping[str, Any]]) -> Table:
     for curve in curves:
         table.add_row(escape(f"{curve['label']} [{curve['provider']}]"), text.verdict_text(curve))
     return table
+
+
+def _conformance(rows: Sequence[Mapping[str, Any]], providers: Sequence[str]) -> Table:
+    table = _table("All providers: who is right, and who is fastest (*), us", ["case"], providers)
+    for row in rows:
+        cells = (_provider_cell(row, name) for name in providers)
+        table.add_row(escape(row["label"]), *cells)
+    return table
+
+
+def _provider_cell(row: Mapping[str, Any], name: str) -> str:
+    found = row["providers"].get(name)
+    if found is None:
+        return text.DASH
+    if found["status"] != "ok":
+        style = "yellow" if found["status"] == "refused" else "bold red"
+        return f"[{style}]{found['status']}[/]"
+    lines = [f"right: {text.error_text(found['error'])}"]
+    for arm, time in found["times"].items():
+        best = "*" if name in row["fastest"].get(arm, ()) else ""
+        lines.append(f"{arm} {text.microseconds(time)}{best}")
+    return "\n".join(lines)
 
 
 def _comparison(pair: str, rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -189,14 +165,8 @@ def _comparison(pair: str, rows: Sequence[Mapping[str, Any]]) -> Table:
             else:
                 times = f"{text.microseconds(duel[one])} | {text.microseconds(duel[other])}"
                 cells.append(f"{times}\n{duel['faster']} {text.ratio(max(duel['ratio'], 1 / duel['ratio']))}")
-        table.add_row(escape(row["label"]), *(_standing(row[name]) for name in (one, other)), *cells)
+        table.add_row(escape(row["label"]), *(text.standing_text(row[name]) for name in (one, other)), *cells)
     return table
-
-
-def _standing(found: Mapping[str, Any]) -> str:
-    if found["status"] == "ok":
-        return escape(f"right: {text.error_text(found['error'])}")
-    return escape(f"{found['status']}: {found['reason']}")
 
 
 def _regressions(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from graphsafe.bench.checks import Check, check, oracle_rows
 from graphsafe.bench.counts import launches_of, peak_bytes
 from graphsafe.bench.environment import environment, incomparable
 from graphsafe.bench.figures import break_even, figures
+from graphsafe.bench.floors import device_peaks, floor_us, work_of
 from graphsafe.bench.modes import Prepared, prepare, reason_of
 from graphsafe.bench.steps import Step, prepare_step
 from graphsafe.bench.timing import Protocol, Times, cache_flush, measure
@@ -66,6 +67,7 @@ class Bench:
         """Measure every case and return the report; after an interruption, of what was measured."""
         known = self._resumed() if self.resume else {}
         self._start_journal(known)
+        self.environment["peaks"] = device_peaks(self.runtime)
         self._flush = cache_flush(self.runtime.device)
         for number, case in enumerate(self.cases):
             missing = [p for p in self.providers if (case.key, p) not in known]
@@ -97,7 +99,7 @@ class Bench:
             self.progress(number, len(self.cases), case.label, text)
 
         prepared: dict[str, Prepared] = {}
-        results = {name: _blank(case, name) for name in providers}
+        results = {name: _blank(case, name) | {"floor": self._floor(case)} for name in providers}
         try:
             self._measure(case, results, prepared, stage)
         except Exception as problem:  # a device out of memory, say: rows of the report, and the run goes on
@@ -110,6 +112,10 @@ class Bench:
         for result in results.values():
             result["figures"] = figures(result)
         return list(results.values())
+
+    def _floor(self, case: Case) -> dict[str, Any] | None:
+        us = floor_us(case, self.environment["peaks"])
+        return None if us is None else {"us": us, "directions": [asdict(work) for work in work_of(case)]}
 
     def _measure(
         self,
@@ -244,6 +250,7 @@ def _blank(case: Case, provider: str) -> dict[str, Any]:
         "peak_bytes": {},
         "live_bytes": 0,
         "graph": None,
+        "floor": None,
         "utilisation": {
             "tokens": case.live_tokens / bucket.tokens,
             "sequences": case.live_sequences / bucket.sequences,

@@ -9,10 +9,24 @@ Requirements
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["byte_size", "cost", "count", "microseconds", "percent", "ratio", "seconds", "verdict_text"]
+__all__ = [
+    "byte_size",
+    "cost",
+    "count",
+    "difference",
+    "error_text",
+    "microseconds",
+    "percent",
+    "ratio",
+    "seconds",
+    "some_of",
+    "standing_text",
+    "tally_lines",
+    "verdict_text",
+]
 
 DASH = "-"
 
@@ -49,6 +63,11 @@ def count(value: float | None) -> str:
     return DASH if value is None else f"{value:,.0f}"
 
 
+def difference(value: float | None) -> str:
+    """``0`` for the same bits, else ``3.1e-03``."""
+    return DASH if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
 def byte_size(value: float | None) -> str:
     """``1.5 MiB``; whole bytes below 1 KiB."""
     if value is None:
@@ -80,3 +99,29 @@ def verdict_text(curve: Mapping[str, Any]) -> str:
     if curve["verdict"] == "never":
         return f"eager is ahead at every length measured ({first:,} to {last:,})"
     return f"the advantage changes sign more than once between {first:,} and {last:,} tokens"
+
+
+def standing_text(found: Mapping[str, Any]) -> str:
+    """``right: 1.6e-03 / 5e-03``, or ``refused``, ``wrong``, ``failed``; the reasons have a table of their own."""
+    return f"right: {error_text(found['error'])}" if found["status"] == "ok" else str(found["status"])
+
+
+def some_of(labels: Sequence[str], most: int = 3) -> str:
+    """The first labels, and how many more there are."""
+    more = len(labels) - most
+    return "; ".join(labels[:most]) + (f"; and {more} more" if more > 0 else "")
+
+
+def tally_lines(pair: str, found: Mapping[str, Any]) -> Iterator[str]:
+    """What a comparison comes to, a sentence for each arm."""
+    one, other = pair.split(" against ")
+    right = found["right"]
+    yield f"Right: {one} in {right[one]} of {found['cases']} cases, {other} in {right[other]}."
+    for arm, sums in found["arms"].items():
+        wins = sums["wins"]
+        yield (
+            f"{arm}, {sums['cases']} cases timed: {one} faster in {wins[one]}, {other} in {wins[other]}, "
+            f"ties {wins['tie']}. {other} takes {ratio(sums['mean_ratio'])} {one}'s time in the geometric mean, "
+            f"at most {ratio(sums['best']['ratio'])} ({sums['best']['label']}), at least "
+            f"{ratio(sums['worst']['ratio'])} ({sums['worst']['label']})."
+        )

@@ -41,9 +41,12 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Small shapes, few samples: a minute on a CPU.")] = False,
     only: Annotated[list[str] | None, typer.Option(help="Keep cases whose label contains this; may repeat.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or npu; the best one present if not given.")] = None,
-    provider: Annotated[str, typer.Option(help="Whose kernels are measured.")] = "graphsafe",
+    provider: Annotated[
+        list[str] | None, typer.Option(help="Whose kernels are measured, graphsafe's by default; may repeat.")
+    ] = None,
     compare: Annotated[
-        tuple[str, str] | None, typer.Option(help="Two providers, measured side by side.", metavar="A B")
+        tuple[str, str] | None,
+        typer.Option(help="Two providers, side by side; with --provider, more. The first meets each.", metavar="A B"),
     ] = None,
     against: Annotated[
         Path | None, typer.Option(help="A stored report.json: find what became slower.", exists=True)
@@ -67,8 +70,10 @@ def bench(
     quick = quick or (runtime.device.type == "cpu" and not preset and cases is None)
     chosen = _chosen(preset or [], cases, quick, only or [])
     from graphsafe.bench.report import print_report, write_json
+    from graphsafe_kernels.providers import DEFAULT
 
-    run = _bench(runtime, chosen, compare or (provider,), _protocol(quick, samples), out, resume)
+    providers = [*(compare or ()), *(provider or ())] or [DEFAULT]
+    run = _bench(runtime, chosen, providers, _protocol(quick, samples), out, resume)
     if against is not None:
         from graphsafe.bench.regressions import compare_runs, read_report, require_comparable
 
@@ -76,10 +81,8 @@ def bench(
         require_comparable(run.environment, stored)
     out.mkdir(parents=True, exist_ok=True)
     report = _run(run, quiet=as_json)
-    if compare is not None:
-        from graphsafe.bench.figures import compare_providers
-
-        report["comparison"] = {" against ".join(compare): compare_providers(report["results"], *compare)}
+    if len(providers) > 1:
+        report |= _compared(report["results"], providers)
     if against is not None:
         report["regressions"] = compare_runs(report, stored, tolerance)
     write_json(report, out / "report.json")
@@ -125,7 +128,7 @@ def _bench(
     from graphsafe.bench.run import Bench
 
     if len(set(providers)) < len(providers):
-        raise error("argument", f"--compare needs two providers, and both are {providers[0]!r}")
+        raise error("argument", f"each provider is named once; got {', '.join(providers)}")
     if runtime.device.type == "cpu":
         torch.set_num_threads(1)  # threads that wait for each other would be measured in place of the work
     return Bench(runtime, cases, providers, protocol, journal=out / "journal.jsonl", resume=resume)
@@ -141,6 +144,18 @@ def _run(run: Bench, *, quiet: bool) -> dict[str, Any]:
 
         run.progress = show
         return run.run()
+
+
+def _compared(results: Sequence[Mapping[str, Any]], providers: Sequence[str]) -> dict[str, Any]:
+    """The table of all providers, and the first of them against each of the others."""
+    from graphsafe.bench.comparison import compare_providers, conformance, tally
+
+    one, *others = providers
+    comparison = {}
+    for other in others:
+        rows = compare_providers(results, one, other)
+        comparison[f"{one} against {other}"] = {"rows": rows, "tally": tally(rows, one, other)}
+    return {"conformance": conformance(results), "comparison": comparison}
 
 
 def _list(console: Console) -> None:

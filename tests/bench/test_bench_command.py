@@ -40,7 +40,13 @@ def test_a_run_writes_its_files_and_prints_its_tables() -> None:
     done = command("--cases", "mine.json", "--out", "there")
     assert done.exit_code == 0, done.output
     assert {p.name for p in Path("there").iterdir()} == {"report.json", "report.html", "journal.jsonl"}
-    for text in ("Time of a call by wall clock", "tables 256x2", "What follows", "same bits", "On a CPU these times"):
+    for text in (
+        "Time of a call by wall clock",
+        "tables 256x2",
+        "What a graph costs",
+        "same bits",
+        "On a CPU these times",
+    ):
         assert text in done.output
     report = json.loads(Path("there/report.json").read_text())
     assert report["complete"] is True
@@ -96,9 +102,28 @@ def test_compare_prints_who_is_right_and_who_is_faster(monkeypatch: pytest.Monke
     wrong = command("--cases", "gdn.json", "--compare", "graphsafe", "planted", "--out", "b")
     assert wrong.exit_code == 1
     assert "wrong: eager-live: o differs" in wrong.output
-    (rows,) = json.loads(Path("b/report.json").read_text())["comparison"].values()
-    assert rows[0]["graphsafe"]["status"] == "ok"
-    assert rows[0]["arms"] == {}
+    report = json.loads(Path("b/report.json").read_text())
+    ((row,),) = (found["rows"] for found in report["comparison"].values())
+    assert row["graphsafe"]["status"] == "ok"
+    assert row["arms"] == {}
+    assert report["comparison"]["graphsafe against planted"]["tally"]["right"] == {"graphsafe": 1, "planted": 0}
+
+
+def test_several_providers_have_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._providers, "planted", Planted(lambda o: o * 1.01))
+    named = ("--compare", "graphsafe", "reference", "--provider", "planted", "--provider", "flash_qla")
+    done = command("--cases", "gdn.json", *named)
+    assert done.exit_code == 1  # planted is wrong
+    assert "All providers: who is right" in done.output
+    report = json.loads(Path("bench-report/report.json").read_text())
+    assert list(report["comparison"]) == [f"graphsafe against {n}" for n in ("reference", "planted", "flash_qla")]
+    (row,) = report["conformance"]
+    standing = {name: found["status"] for name, found in row["providers"].items()}
+    assert standing == {"graphsafe": "ok", "reference": "ok", "planted": "wrong", "flash_qla": "refused"}
+    assert set(row["fastest"]["eager-live"]) <= {"graphsafe", "reference"}
+    page = Path("bench-report/report.html").read_text()
+    assert "All providers" in page
+    assert "it runs on cuda, and the operands are on cpu" in page or "it is not usable here" in page
 
 
 def test_an_interruption_ends_with_130_and_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +143,10 @@ def test_an_interruption_ends_with_130_and_a_report(monkeypatch: pytest.MonkeyPa
         (("--preset", "rcf"), "no preset 'rcf'"),
         (("--cases", "mine.json", "--only", "kda"), "no case of 1 has a label with 'kda'"),
         (("--cases", "mine.json", "--provider", "flla"), "no provider 'flla'"),
-        (("--cases", "mine.json", "--compare", "reference", "reference"), "both are 'reference'"),
+        (
+            ("--cases", "mine.json", "--compare", "reference", "reference"),
+            "each provider is named once",
+        ),
         (("--cases", "mine.json", "--against", "mine.json"), "no report of graphsafe bench"),
     ],
 )
@@ -154,6 +182,7 @@ def report(**results: Any) -> dict[str, Any]:
         "served_by": {"chunk_kda": "triton"},
         "providers": {"graphsafe": [], "fla": ["its guard is lifted"]},
         "protocol": {"samples": 40, "warm": 3, "least": 10},
+        "peaks": {"bytes_per_s": 4.3e12, "flop_per_s": 7.9e14},
         "note": None,
     }
     return {"environment": environment, "complete": True, "break_even": [], "results": [], **results}

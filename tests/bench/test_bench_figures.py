@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from bench_fakes import result
 
-from graphsafe.bench.figures import break_even, compare_providers, crossing, figures, worst_error
+from graphsafe.bench.figures import break_even, crossing, figures
 
 GRAPH = {
     "warm_up_s": 2e-3,
@@ -32,6 +32,7 @@ def test_figures_by_their_definitions() -> None:
     }
     launches = {"graph-replay": {"busy_us": 30.0}, "graph-live": {"busy_us": 20.0}}
     one = result(times=times, graph=GRAPH, live_bytes=300, peak_bytes={"eager-live": 200}, launches=launches)
+    one["floor"] = {"us": 20.0}
     found = figures(one)
     want = {
         "speedup": 2.0,
@@ -41,9 +42,14 @@ def test_figures_by_their_definitions() -> None:
         "padding_cost_eager": 0.5,
         "update_us": 12.0,
         "update_overhead": 0.25,
+        "update_overhead_certain": True,
         "switch_cost": 0.03,
+        "switch_cost_certain": True,
         "switch_noise": 0.01,
         "replays_to_pay": 60,  # 3 ms over 50 us saved each
+        "floor_us": 20.0,
+        "floor_share": 0.5,
+        "floor_share_busy": pytest.approx(2 / 3),
         "graph_bytes": 1000,
         "eager_peak_bytes": 500,
         "memory_overhead_bytes": 500,
@@ -113,29 +119,3 @@ def test_series_differ_in_the_length_alone() -> None:
     c = result(case={"tokens": 512, "heads": 2, "value_heads": 2})
     assert a["series"] == b["series"] != c["series"]
     assert break_even([a, b, c]) == []
-
-
-def test_providers_are_compared_on_right_results() -> None:
-    ours = result(times={"eager-live": 100.0, "graph-live": 50.0})
-    theirs = {**result(times={"eager-live": 150.0, "graph-live": 50.2}), "provider": "fla"}
-    (row,) = compare_providers([ours, theirs], "graphsafe", "fla")
-    assert row["arms"]["eager-live"]["faster"] == "graphsafe"
-    assert row["arms"]["eager-live"]["ratio"] == pytest.approx(1.5)
-    assert row["arms"]["graph-live"]["faster"] == "tie"
-
-
-def test_a_wrong_provider_has_no_times_to_win_with() -> None:
-    ours = result(times={"eager-live": 100.0})
-    wrong = {**result(status="wrong", reason="eager-live: o differs"), "provider": "fla"}
-    (row,) = compare_providers([ours, wrong], "graphsafe", "fla")
-    assert row["arms"] == {}
-    assert row["fla"]["status"] == "wrong"
-
-
-def test_the_error_closest_to_its_bound_is_shown() -> None:
-    checks = {"errors": {"o": 4e-3, "dg": 1e-2}, "bounds": {"o": 5e-3, "dg": 2e-2}}
-    assert worst_error(result(checks=checks)) == {"name": "o", "error": 4e-3, "bound": 5e-3}
-    nan = {"errors": {"o": 4e-3, "dg": None}, "bounds": {"o": 5e-3, "dg": 2e-2}}
-    found = worst_error(result(checks=nan))
-    assert found is not None
-    assert found["name"] == "dg"
