@@ -49,6 +49,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "prepare 128": {"prepare_registers": 128},
     "prepare 160": {"prepare_registers": 160},
     "apart": {"overlap": False},
+    "finish": {"counted": False},
+    "gather 32": {"gather_rows": 32},
+    "gather 64": {"gather_rows": 64},
     "uncut": {"span": 0, "reverse_span": 0},
 }  # fmt: skip
 TOUCHED = {
@@ -58,10 +61,13 @@ TOUCHED = {
     "prepare 128": ("prepare",),
     "prepare 160": ("prepare",),
     "apart": (),
+    "finish": ("gradients", "finish"),
+    "gather 32": ("gradients",),
+    "gather 64": ("gradients",),
     "uncut": ("chain", "reverse"),
 }
 """The parts that a variant changes; chain and reverse where nothing is said."""
-WHOLE = ("shipped", "apart", "uncut", "recompute", "keep")
+WHOLE = ("shipped", "apart", "finish", "uncut", "recompute", "keep")
 """The variants timed as whole operators."""
 NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0")
 
@@ -79,17 +85,18 @@ def use(variant: dict[str, Any]) -> None:
 class Case:
     """One shape's inputs: bf16 q, k, v; fp32 g (log sigmoid of normal numbers), beta (uniform) and states."""
 
-    def __init__(self, tokens: int, sequences: int, heads: int, value_heads: int, width: int = 128, *, seed: int = 0,
+    def __init__(self, tokens: int, sequences: int, heads: int, value_heads: int, width: Any = 128, *, seed: int = 0,
                  ragged: bool = False, dtype: torch.dtype = torch.bfloat16, hard: str = "",
                  chunk_size: int = 64) -> None:  # fmt: skip
         self.options = {} if chunk_size == 64 else {"chunk_size": chunk_size}
         gen = torch.Generator(DEVICE).manual_seed(seed)
         r = lambda *s: torch.randn(*s, device=DEVICE, generator=gen)  # noqa: E731
+        width, value_width = width if isinstance(width, tuple) else (width, width)
         self.q, self.k = r(1, tokens, heads, width).to(dtype), r(1, tokens, heads, width)
-        self.v = r(1, tokens, value_heads, width).to(dtype)
+        self.v = r(1, tokens, value_heads, value_width).to(dtype)
         self.g = F.logsigmoid(r(1, tokens, value_heads))
         self.beta = torch.rand(1, tokens, value_heads, device=DEVICE, generator=gen)
-        self.h0 = r(sequences, value_heads, width, width)
+        self.h0 = r(sequences, value_heads, width, value_width)
         if hard:
             alike, beta, gate = HARD[hard]
             if alike:
@@ -107,7 +114,7 @@ class Case:
             inner = tokens * torch.rand(sequences - 1, generator=torch.Generator().manual_seed(seed))
             cuts = torch.cat([cuts[:1], torch.sort(inner)[0], cuts[-1:]])
         self.cu = cuts.round().to(DEVICE, torch.int32)
-        self.do, self.dht = r(1, tokens, value_heads, width).to(dtype), r(*self.h0.shape)
+        self.do, self.dht = r(*self.v.shape).to(dtype), r(*self.h0.shape)
 
     def call(self, op: Callable[..., Any], *, grad: bool, dtype: torch.dtype | None = None) -> list[Any]:
         """[o, ht], or with ``grad`` those and the gradients."""
@@ -138,6 +145,14 @@ CHECKS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "width 64": ((300, 3, 1, 2, 64), {"ragged": True}),
     "width 100": ((300, 3, 1, 2, 100), {"ragged": True}),
     "width 256": ((300, 3, 1, 2, 256), {"ragged": True}),
+    "width 32": ((300, 3, 1, 2, 32), {"ragged": True}),
+    "width 24": ((300, 3, 1, 2, 24), {"ragged": True}),
+    "widths 32, 128": ((300, 3, 1, 2, (32, 128)), {"ragged": True}),
+    "widths 128, 32": ((300, 3, 1, 2, (128, 32)), {"ragged": True}),
+    "widths 256, 64": ((300, 3, 1, 2, (256, 64)), {"ragged": True}),
+    "widths 64, 256": ((300, 3, 2, 2, (64, 256)), {"ragged": True}),
+    "width 192": ((300, 3, 1, 2, 192), {"ragged": True}),
+    "cut": ((8192, 2, 1, 2), {"ragged": True}),
     "chunk 32": ((300, 3, 1, 2), {"chunk_size": 32, "ragged": True}),
     "chunk 16": ((300, 3, 1, 2), {"chunk_size": 16, "ragged": True}),
 }
@@ -200,8 +215,8 @@ def parts(case: Case) -> dict[str, Callable[[], Any]]:
         prepared = prepared._replace(**launch._state_buffers(problem, tables, c, x.q))
     prepared = launch.segment_states(problem, tables, c, x, prepared)
     launch.chain(problem, tables, c, x, prepared, o, ht)
-    full, dstates, dw, _ = launch.reverse_chain(problem, tables, c, x, prepared, case.do, None)
-    dq, dk, *_ = launch.gradients(problem, tables, c, x, full, case.do, dstates, dw)
+    full, dstates, dw, counters, _ = launch.reverse_chain(problem, tables, c, x, prepared, case.do, None)
+    dq, dk, *_ = launch.gradients(problem, tables, c, x, full, case.do, dstates, dw, counters)
     cut = {"cut": lambda: launch.segment_states(problem, tables, c, x, prepared)}
     return {
         "tables": lambda: build_tables(case.cu, tokens, 64),
@@ -209,8 +224,8 @@ def parts(case: Case) -> dict[str, Callable[[], Any]]:
         **(cut if c.span else {}),
         "chain": lambda: launch.chain(problem, tables, c, x, prepared, o, ht),
         "reverse": lambda: launch.reverse_chain(problem, tables, c, x, prepared, case.do, None),
-        "gradients": lambda: launch.gradients(problem, tables, c, x, full, case.do, dstates, dw),
-        "finish": lambda: launch.finish(problem, tables, c, x, dq, dk, None),
+        "gradients": lambda: launch.gradients(problem, tables, c, x, full, case.do, dstates, dw, counters),
+        **({} if c.counted or heads == hv else {"finish": lambda: launch.finish(problem, tables, c, x, dq, dk, None)}),
     }
 
 

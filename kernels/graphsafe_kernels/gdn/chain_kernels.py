@@ -74,17 +74,28 @@ def forward_chain(
 
 
 @triton.jit
+def clear_counters(counters, slots, H: tl.constexpr):
+    """Write zero to one head's counters of so many slots."""
+    i = tl.arange(0, 128)
+    for first in tl.range(0, slots, 128):
+        tl.store(counters + (first + i) * H, tl.zeros([128], tl.int32), mask=first + i < slots)
+
+
+@triton.jit
 def reverse_chain(
     n, segment, hv, i_v, q, k, do, correction, scores, vectors, decay, dw, dstates, dfinal_state, dinitial_state,
-    dends, transitions,
+    counters, dends, transitions,
     q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles, transitions_tiles,
     cu_seqlens, chunk_offsets, T, NT, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr, COUNTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The reverse chain of one sequence, segment, value head and block of V columns."""
     start, length, slot = locate_sequence(n, cu_seqlens, chunk_offsets, T, NT, PACKED)
+    if COUNTED:
+        if (segment == 0) & (i_v == 0) & (hv % (HV // H) == 0):
+            clear_counters(counters + slot.to(tl.int64) * H + hv // (HV // H), tl.cdiv(length, BT), H)
     at, mask = state_offsets(i_v, K, V, BK, BV, V_FIRST)
     base = (n.to(tl.int64) * HV + hv) * (K * V)
     chunks = length // BT if TILES else tl.cdiv(length, BT)
@@ -154,19 +165,20 @@ def forward_chain_kernel(
 @triton.jit(do_not_specialize=["T", "N", "NT", "span"])
 def backward_chains_kernel(
     q, k, v, do, correction, scores, vectors, decay, states, residuals, dstates, dw,
-    initial_state, dfinal_state, dinitial_state, ends, transitions, dends,
+    initial_state, dfinal_state, dinitial_state, counters, ends, transitions, dends,
     q_tiles, k_tiles, v_tiles, do_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles, dstates_tiles,
     transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
     RECOMPUTE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, STATE_STAGES: tl.constexpr,
-    SEGMENTS: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    SEGMENTS: tl.constexpr, COUNTED: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Both chains of the backward in one launch: the reverse chain, and with RECOMPUTE the state chain beside it.
 
     Grid: (RECOMPUTE + 1) programs per sequence, segment, value head and block. Writes dstates (the gradient of the
     state behind each chunk, laid out like states), dw ``[tokens, HV, V]``, dinitial_state, and with RECOMPUTE the
-    states before each chunk and the residuals, as :func:`forward_chain_kernel` does.
+    states before each chunk and the residuals, as :func:`forward_chain_kernel` does. With COUNTED the ``counters`` of
+    live slots become zero.
     """
     follow(OVERLAP)
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
@@ -184,9 +196,9 @@ def backward_chains_kernel(
     if reverse:
         reverse_chain(
             n, segment, hv, i_v, q, k, do, correction, scores, vectors, decay, dw, dstates, dfinal_state,
-            dinitial_state, dends, transitions, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles,
+            dinitial_state, counters, dends, transitions, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles,
             dstates_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, H, HV, K, V, BT, BK, BV, PACKED,
-            INITIAL, FINAL, V_FIRST, TILES, STAGES, SEGMENTS, PRECISION,
+            INITIAL, FINAL, V_FIRST, TILES, STAGES, SEGMENTS, COUNTED, PRECISION,
         )  # fmt: skip
     else:
         forward_chain(

@@ -50,7 +50,9 @@ class Configuration:
     gradient_value_block: int
     gradient_warps: int
     gradient_stages: int
+    gather_rows: int
     finish_rows: int
+    counted: bool  # sums over value heads by the last program of each; else by a launch of their own
     keep_states: bool
     precision: str
     half_inverse: bool
@@ -82,6 +84,10 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
     """The configuration for a device of ``capability`` (see :func:`device_capability`)."""
     wide = dtype == torch.float32
     key = _power(problem.key_width)
+    # Triton 3.6 reads beyond shared memory where a warpgroup's right operand is 32 wide and comes through registers.
+    warpgroups = capability == 90 and not wide and problem.chunk_size == 64
+    if warpgroups:
+        key = max(64, key)
     value = _power(problem.value_width)
     # Descriptors read whole tiles only, and rows of a multiple of 16 bytes.
     tiles = (
@@ -104,6 +110,7 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
     # Three stages hide the latency of a lone chain; two let two programs share a multiprocessor.
     stages = 3 if tiles else 1 if wide else 2
     span = _span(problem.chunks, programs)
+    gradient_stages = 3 if state_tiles and key <= 128 else 1
     return Configuration(
         key_block=key,
         chain_block=chain_block,
@@ -118,11 +125,13 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         prepare_warps=4 if problem.chunk_size >= 32 else 2,
         prepare_registers=168 if capability and not wide else 0,
         clear_block=min(value, 128),
-        gradient_key_block=min(key, 32),
+        gradient_key_block=min(key, 64 if warpgroups and gradient_stages == 1 else 32),
         gradient_value_block=gradient_block if rows % gradient_block == 0 else chain_block,
         gradient_warps=8 if capability >= 100 and key > 64 else 4,
-        gradient_stages=3 if state_tiles and key <= 128 else 1,
+        gradient_stages=gradient_stages,
+        gather_rows=16,
         finish_rows=16,
+        counted=True,
         # The backward's state chain is free where it fits beside the reverse chain; where it would not, the forward
         # keeps its states: about 0.75 KiB a token and value head at K = V = 128 in bf16.
         keep_states=2 * programs > MULTIPROCESSORS,

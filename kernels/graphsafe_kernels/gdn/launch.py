@@ -3,8 +3,8 @@
 Requirements
 ------------
 1. Grids and configurations follow from shapes, dtypes and the device alone, never from data.
-2. Forward: 2 launches, 3 where sequences are cut into segments. Backward: the chains, the gradients, and where parts or
-   gate parameters are summed a third; with segments one more.
+2. Forward: 2 launches, 3 where sequences are cut into segments. Backward: the chains, the gradients, and where gate
+   parameters are summed a third; with segments one more.
 3. Everything is allocated here, at each call, by the framework's allocator: inside a capture it belongs to the graph.
 4. Descriptors are used where the device has them and every tile is whole; else the same kernels load by pointers.
 """
@@ -151,22 +151,28 @@ def reverse_constants(p: Problem, c: Configuration, packed: bool, initial: bool,
     """Compile-time constants of :func:`backward_chains_kernel`."""
     return {**_sizes(p), "BK": c.key_block, "BV": c.reverse_block, "PACKED": packed, "INITIAL": initial, "FINAL": final,
             "V_FIRST": p.state_v_first, "RECOMPUTE": recompute, "TILES": c.tiles, "STAGES": c.reverse_stages,
-            "STATE_STAGES": c.state_stages, "SEGMENTS": segments(p, c.reverse_span), "OVERLAP": c.overlap,
-            "PRECISION": c.precision}  # fmt: skip
+            "STATE_STAGES": c.state_stages, "SEGMENTS": segments(p, c.reverse_span), "COUNTED": counted(p, c),
+            "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
 
 
 def gradients_constants(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[str, Any]:
     """Compile-time constants of :func:`gradients_kernel`."""
     return {**_sizes(p), "BK": c.gradient_key_block, "BV": c.gradient_value_block, "KEY": c.key_block,
             "PACKED": packed, "L2NORM": p.qk_l2norm, **_gates(p, bias), "TILES": c.state_tiles,
-            "STAGES": c.gradient_stages, "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
+            "STAGES": c.gradient_stages, "COUNTED": counted(p, c), "ROWS": c.gather_rows, "OVERLAP": c.overlap,
+            "PRECISION": c.precision}  # fmt: skip
 
 
 def finish_constants(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[str, Any]:
     """Compile-time constants of :func:`finish_kernel`."""
     return {"H": p.heads, "HV": p.value_heads, "K": p.key_width, "BK": c.key_block, "ROWS": c.finish_rows,
             "PACKED": packed, "L2NORM": p.qk_l2norm, "GATE": p.gate_in_kernel, "BIAS": bias,
-            "PARTS": p.value_heads != p.heads, "SUMS": 256, "OVERLAP": c.overlap}  # fmt: skip
+            "PARTS": p.value_heads != p.heads and not c.counted, "SUMS": 256, "OVERLAP": c.overlap}  # fmt: skip
+
+
+def counted(p: Problem, c: Configuration) -> bool:
+    """Whether a counter finds the program that sums a q/k head's parts."""
+    return c.counted and p.value_heads != p.heads
 
 
 def segments(p: Problem, span: int) -> int:
@@ -293,8 +299,8 @@ def segment_gradients(problem: Problem, tables: ChunkTables | None, c: Configura
 
 def reverse_chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
                   do: torch.Tensor, dfinal_state: torch.Tensor | None
-                  ) -> tuple[Prepared, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Launch the backward's chains; (prepared with states, dstates, dw, dinitial_state)."""
+                  ) -> tuple[Prepared, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Launch the backward's chains; (prepared with states, dstates, dw, counters, dinitial_state)."""
     bt, bk, bv, tiles = problem.chunk_size, c.key_block, c.reverse_block, c.tiles
     hv, kw, vw = problem.value_heads, problem.key_width, problem.value_width
     recompute = prepared.states is None
@@ -305,12 +311,15 @@ def reverse_chain(problem: Problem, tables: ChunkTables | None, c: Configuration
     dinitial_state = None if x.initial_state is None else torch.empty_like(x.initial_state)
     constants = reverse_constants(problem, c, tables is not None, x.initial_state is not None,
                                   dfinal_state is not None, recompute)  # fmt: skip
+    counters = None
+    if constants["COUNTED"]:
+        counters = x.q.new_empty(_slots(problem, tables), problem.heads, dtype=torch.int32)
     dends = segment_gradients(problem, tables, c, x, prepared, do, dfinal_state)
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
     programs = (1 + recompute) * problem.sequences * constants["SEGMENTS"] * hv * triton.cdiv(vw, bv)
     backward_chains_kernel[(programs,)](
-        x.q, x.k, x.v, do, *prepared[:6], dstates, dw, x.initial_state, dfinal_state, dinitial_state, prepared.ends,
-        prepared.transitions, dends,
+        x.q, x.k, x.v, do, *prepared[:6], dstates, dw, x.initial_state, dfinal_state, dinitial_state, counters,
+        prepared.ends, prepared.transitions, dends,
         _tile(x.q, problem.heads * kw, (bt, bk), tiles), _tile(x.k, problem.heads * kw, (bt, bk), tiles),
         _tile(x.v, hv * vw, (bt, bv), tiles), _tile(do, hv * vw, (bt, bv), tiles),
         _tile(prepared.correction, bt, (bt, bt), tiles), _tile(prepared.scores, bt, (bt, bt), tiles),
@@ -319,22 +328,24 @@ def reverse_chain(problem: Problem, tables: ChunkTables | None, c: Configuration
         chunk_offsets, problem.tokens, problem.sequences, problem.chunks, c.reverse_span, **constants,
         **_options(c, c.reverse_warps, c.reverse_stages),
     )  # fmt: skip
-    return prepared, dstates, dw, dinitial_state
+    return prepared, dstates, dw, counters, dinitial_state
 
 
 def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
-              do: torch.Tensor, dstates: torch.Tensor, dw: torch.Tensor
+              do: torch.Tensor, dstates: torch.Tensor, dw: torch.Tensor, counters: torch.Tensor | None
               ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Launch the parallel half; (dq, dk, dg, dbeta, gate_sums), dq and dk per value head. ``dw`` becomes dv."""
+    """Launch the parallel half; (dq, dk, dg, dbeta, gate_sums), dq and dk per value head if ``finish`` is to sum them.
+    ``dw`` becomes dv."""
     slots, hv, kw = _slots(problem, tables), problem.value_heads, problem.key_width
     block = (c.gradient_value_block, c.gradient_key_block)
-    dq, dk = x.q.new_empty(*x.v.shape[:3], kw), x.q.new_empty(*x.v.shape[:3], kw)
+    parts = [x.q.new_empty(*x.v.shape[:3], kw) for _ in range(2)]
+    dq, dk = (torch.empty_like(x.q), torch.empty_like(x.k)) if counters is not None else parts
     dg, dbeta = torch.empty_like(x.g), torch.empty_like(x.beta)
     gate_sums = x.q.new_empty(slots, hv, 2, dtype=torch.float32) if problem.gate_in_kernel else None
     if slots:
         gradients_kernel[(slots * hv,)](
             x.q, x.k, do, dw, x.g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
-            dstates, prepared.residuals, dq, dk, dg, dbeta, gate_sums,
+            dstates, prepared.residuals, *parts, dq, dk, dg, dbeta, gate_sums, counters,
             _tile(prepared.states, c.key_block, block, c.state_tiles),
             _tile(dstates, c.key_block, block, c.state_tiles), *_boundaries(tables), problem.scale, problem.tokens,
             problem.sequences, problem.chunks,
@@ -350,7 +361,7 @@ def finish(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Op
     """Launch the last sums, where there are any; (dq, dk, dA_log, ddt_bias)."""
     dA_log = None if x.A_log is None else torch.empty_like(x.A_log)
     ddt_bias = None if x.dt_bias is None else torch.empty_like(x.dt_bias)
-    parts = problem.value_heads != problem.heads
+    parts = problem.value_heads != problem.heads and not c.counted
     dq, dk = (torch.empty_like(x.q), torch.empty_like(x.k)) if parts else (dq_parts, dk_parts)
     row_programs = triton.cdiv(problem.rows * problem.heads, c.finish_rows) if parts else 0
     programs = 2 * row_programs + problem.value_heads * problem.gate_in_kernel
@@ -368,7 +379,7 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, prepared
              dfinal_state: torch.Tensor | None) -> Gradients:  # fmt: skip
     """The gradients of every input from those of o and, where it was returned, the final state. All contiguous."""
     c = configuration(problem, x.q.device, x.q.dtype)
-    prepared, dstates, dv, dinitial_state = reverse_chain(problem, tables, c, x, prepared, do, dfinal_state)
-    dq, dk, dg, dbeta, gate_sums = gradients(problem, tables, c, x, prepared, do, dstates, dv)
+    prepared, dstates, dv, counters, dinitial_state = reverse_chain(problem, tables, c, x, prepared, do, dfinal_state)
+    dq, dk, dg, dbeta, gate_sums = gradients(problem, tables, c, x, prepared, do, dstates, dv, counters)
     dq, dk, dA_log, ddt_bias = finish(problem, tables, c, x, dq, dk, gate_sums)
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial_state)

@@ -21,8 +21,9 @@ Requirements
 2. Nothing is divided by beta.
 3. Rows beyond the sequence's end are masked as they are loaded. A sentinel slot reads no operand and clears its share
    of the padding rows of the gradients.
-4. Where several value heads share a q/k head, dq^ and dk^ are parts that ``finish_kernel`` sums and projects; else they
-   are projected here. Orders are fixed: no atomics. Gate parameters get one partial sum per slot and head.
+4. Where several value heads share a q/k head, dq^ and dk^ are parts. With COUNTED, a counter tells the program that is
+   the last of its slot and q/k head to have stored its part, and that one sums and projects them; else ``finish_kernel``
+   does. Orders of sums are fixed, whoever sums. Gate parameters get one partial sum per slot and head.
 """
 
 # ruff: noqa: SIM102  (a compile-time condition and a run-time one do not combine in a kernel)
@@ -37,16 +38,19 @@ from graphsafe_kernels.gdn.prepare_kernels import VECTORS
 
 @triton.jit
 def clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-                    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):  # fmt: skip
-    """Write zero to padding rows of one value head's gradients; dq and dk too where it has them to itself."""
+                    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """Write zero to padding rows of one value head's gradients; with KEYS those of the q/k head that it is the first
+    of."""
     for column in tl.static_range(0, V, BV):
         clear_rows(dv + hv * V, first, end, HV * V, column, V, BT, BV)
     clear_rows(dg + hv, first, end, HV, 0, 1, BT, 1)
     clear_rows(dbeta + hv, first, end, HV, 0, 1, BT, 1)
-    if H == HV:
-        for column in tl.static_range(0, K, BK):
-            clear_rows(dq + hv * K, first, end, H * K, column, K, BT, BK)
-            clear_rows(dk + hv * K, first, end, H * K, column, K, BT, BK)
+    if KEYS:
+        if hv % (HV // H) == 0:
+            hq = hv // (HV // H)
+            for column in tl.static_range(0, K, BK):
+                clear_rows(dq + hq * K, first, end, H * K, column, K, BT, BK)
+                clear_rows(dk + hq * K, first, end, H * K, column, K, BT, BK)
 
 
 @triton.jit
@@ -67,36 +71,47 @@ def value_scores(x, residuals, row, rows, HV: tl.constexpr, V: tl.constexpr, BT:
 
 
 @triton.jit
-def project(x, dx, rows, STRIDE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, KEY: tl.constexpr):
-    """dx of y = r x from that of y, in place: dx <- r (dx - y <y, dx>) with r = (sum x^2 + 1e-6)^-1/2.
+def gather(x, parts, out, rows, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+           KEY: tl.constexpr, ROWS: tl.constexpr, L2NORM: tl.constexpr):  # fmt: skip
+    """The gradient of one q/k head from its value heads' parts, summed in their order, and with L2NORM projected: that
+    of x from that of ``y = r x`` is ``r (dy - y <y, dy>)``, r = (sum x^2 + 1e-6)^-1/2.
 
-    Pointers to the first of BT rows, which are STRIDE apart. 16 rows at a time, to spare registers.
+    Pointers to the first of BT rows: x, out ``[tokens, H, K]``, parts ``[tokens, HV, K]``, the same memory as out where
+    H is HV. ROWS at a time.
     """
     j = tl.arange(0, KEY)
-    for first in tl.range(0, BT, 16, num_stages=1):
-        i = first + tl.arange(0, 16)
+    for first in tl.range(0, BT, ROWS, num_stages=1):
+        i = first + tl.arange(0, ROWS)
         live = (i < rows)[:, None] & (j < K)[None, :]
-        at = i[:, None] * STRIDE + j[None, :]
-        d = tl.load(dx + at, mask=live, other=0.0).to(tl.float32)
-        y = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
-        r = tl.rsqrt(tl.sum(y * y, 1) + 1e-6)
-        y *= r[:, None]
-        d = (d - y * tl.sum(y * d, 1)[:, None]) * r[:, None]
-        tl.store(dx + at, d.to(dx.dtype.element_ty), mask=live)
+        at = i[:, None] * (HV * K) + j[None, :]
+        d = tl.zeros([ROWS, KEY], tl.float32)
+        for head in tl.static_range(HV // H):
+            # past the L1: other multiprocessors wrote these
+            d += tl.load(parts + at + head * K, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
+        at = i[:, None] * (H * K) + j[None, :]
+        if L2NORM:
+            y = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+            r = tl.rsqrt(tl.sum(y * y, 1) + 1e-6)
+            y *= r[:, None]
+            d = (d - y * tl.sum(y * d, 1)[:, None]) * r[:, None]
+        tl.store(out + at, d.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
 def gradients_kernel(
-    q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq, dk, dg, dbeta, gate_sums,
-    states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT,
+    q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq_parts, dk_parts, dq, dk, dg,
+    dbeta, gate_sums, counters, states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale,
+    T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KEY: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    COUNTED: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per slot and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and becomes dv; dq, dk
-    ``[tokens, HV, K]``: the gradients where H is HV, else parts of them; dg, dbeta ``[tokens, HV]`` for the raw inputs;
-    gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE. States have V and K rounded up to whole blocks."""
+    """One program per slot and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and becomes dv; parts
+    ``[tokens, HV, K]`` of dq and dk ``[tokens, H, K]``, the same memory where H is HV; dg, dbeta ``[tokens, HV]`` for
+    the raw inputs; gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE; counters ``[slots, H]`` int32, zero
+    for live slots, with COUNTED. States have V and K rounded up to whole blocks."""
+    KEYS: tl.constexpr = COUNTED or H == HV
     DT: tl.constexpr = k.dtype.element_ty
     KEEP: tl.constexpr = BV >= V
     STATE_ROWS: tl.constexpr = (V + BV - 1) // BV * BV
@@ -108,7 +123,7 @@ def gradients_kernel(
     if PACKED:
         if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
             first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
-            clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV)
+            clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV, KEYS)
             return
     row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
     hq = hv // (HV // H)
@@ -209,14 +224,14 @@ def gradients_kernel(
         tq = tq * (grown * scale)[:, None]
         p += tl.sum(tq * qb.to(tl.float32), 1)
         tq = tl.dot(Zq, kb, tq, input_precision=PRECISION)
-        tl.store(dq + row * (HV * K) + hv * K + place, tq.to(dq.dtype.element_ty), mask=live)
+        tl.store(dq_parts + row * (HV * K) + hv * K + place, tq.to(dq_parts.dtype.element_ty), mask=live)
         tk = tk * (0.0 - b * grown)[:, None]
         r += tl.sum(tk * kf, 1)
         td = td * (b * shrunk)[:, None]
         kc += tl.sum(td * kf, 1)
         tk = tl.dot(Zk, qb, tk + td, input_precision=PRECISION)
         tk = tl.dot(Yk, kb, tk, input_precision=PRECISION)
-        tl.store(dk + row * (HV * K) + hv * K + place, tk.to(dk.dtype.element_ty), mask=live)
+        tl.store(dk_parts + row * (HV * K) + hv * K + place, tk.to(dk_parts.dtype.element_ty), mask=live)
     if not KEEP:
         tl.debug_barrier()  # every thread has read dw before it becomes dv
         for column in tl.static_range(0, V, BV):
@@ -243,14 +258,20 @@ def gradients_kernel(
     if SIGMOID:
         db *= b * (1.0 - b / FACTOR)
     tl.store(dbeta + token, db.to(dbeta.dtype.element_ty), mask=m)
-    if L2NORM and H == HV:
-        tl.debug_barrier()  # what other threads stored is read
-        project(q + row * (H * K) + hv * K, dq + row * (H * K) + hv * K, rows, H * K, K, BT, KEY)
-        project(k + row * (H * K) + hv * K, dk + row * (H * K) + hv * K, rows, H * K, K, BT, KEY)
+    last_one = True
+    if COUNTED or (L2NORM and H == HV):
+        tl.debug_barrier()  # every thread has stored its share
+        if COUNTED:
+            last_one = tl.atomic_add(counters + slot.to(tl.int64) * H + hq, 1, sem="acq_rel") == HV // H - 1
+        if last_one:
+            part = row * (HV * K) + hq * (HV // H * K)
+            whole = row * (H * K) + hq * K
+            gather(q + whole, dq_parts + part, dq + whole, rows, H, HV, K, BT, KEY, ROWS, L2NORM)
+            gather(k + whole, dk_parts + part, dk + whole, rows, H, HV, K, BT, KEY, ROWS, L2NORM)
     if PACKED:
         first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
         if first < end:
-            clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV)
+            clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV, KEYS)
 
 
 @triton.jit(do_not_specialize=["T", "N", "slots", "row_programs"])
