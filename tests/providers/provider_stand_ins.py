@@ -17,7 +17,8 @@ from graphsafe_kernels.kda import chunk_kda as own_kda
 
 
 def fla_npu(calls: list[dict[str, Any]]) -> types.ModuleType:
-    """``fla_npu.ops.ascendc`` with the fused KDA forward: host boundaries, q and k taken as they are, 12 results."""
+    """``fla_npu.ops.ascendc`` with the fused KDA forward: host boundaries, packed batches of rank 3, q and k taken as
+    they are, states written into ``initial_state``, 12 results."""
     module = types.ModuleType("fla_npu.ops.ascendc")
 
     def chunk_kda_fwd(
@@ -44,18 +45,18 @@ def fla_npu(calls: list[dict[str, Any]]) -> types.ModuleType:
         state_v_first: bool = False,
     ) -> tuple[Any, ...]:
         calls.append(dict(locals()))
-        assert layout == "BSND"
-        assert cu_seqlens is None or all(type(n) is int for n in cu_seqlens)
-        boundaries = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32)
+        packed = cu_seqlens is not None
+        assert (layout, q.dim()) == (("TND", 3) if packed else ("BSND", 4))
+        assert not packed or all(type(n) is int for n in cu_seqlens)
+        assert q.shape[-1] == v.shape[-1]
+        assert q.shape[-1] in (64, 128)
+        assert torch.float16 not in (g.dtype, beta.dtype)
+        boundaries = torch.tensor(cu_seqlens, dtype=torch.int32) if packed else None
         o, state = own_kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
+            *((t[None] if packed else t) for t in (q, k, v, g.to(torch.float32), beta.to(q.dtype))),
             scale=scale,
             initial_state=initial_state,
-            output_final_state=output_final_state,
+            output_final_state=True,
             use_gate_in_kernel=use_gate_in_kernel,
             safe_gate=safe_gate,
             lower_bound=lower_bound,
@@ -64,7 +65,9 @@ def fla_npu(calls: list[dict[str, Any]]) -> types.ModuleType:
             state_v_first=state_v_first,
             cu_seqlens=boundaries,
         )
-        return (o, state, *[None] * 9, initial_state)
+        if initial_state is not None:
+            initial_state.copy_(state)
+        return (o[0] if packed else o, state if output_final_state else None, *[None] * 9, initial_state)
 
     module.chunk_kda_fwd = chunk_kda_fwd  # type: ignore[attr-defined]
     return module

@@ -11,6 +11,7 @@ import torch
 from provider_operands import operands
 from provider_stand_ins import causal_conv1d, fla, fla_npu, flash_qla
 
+from graphsafe.errors import UnsupportedError
 from graphsafe_kernels.conv import causal_conv1d as own_convolution
 from graphsafe_kernels.gdn import chunk_gated_delta_rule
 from graphsafe_kernels.kda import chunk_kda
@@ -87,33 +88,51 @@ def test_no_foreign_provider_claims_to_be_graph_safe(provider: str) -> None:
 # fla_npu
 
 
+NPU_GATE = GATE | {"dt_bias": torch.linspace(-1, 1, 128)}
+
+
 @pytest.mark.usefixtures("npu_library")
 @pytest.mark.parametrize("states", [False, True])
-def test_fla_npu_gets_what_it_needs_and_gives_what_is_right(states: bool, calls: Calls) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_fla_npu_gets_what_it_needs_and_gives_what_is_right(states: bool, packed: bool, calls: Calls) -> None:
     options = {
-        **GATE,
+        **NPU_GATE,
         "use_qk_l2norm_in_kernel": True,
         "use_beta_sigmoid_in_kernel": True,
         "allow_neg_eigval": True,
         "disable_recompute": True,
     }
+    call = operands(width=64)
+    if not packed:
+        del call["cu_seqlens"]
+    start = torch.ones(2 if packed else 1, 2, 64, 64)
     if states:
-        options |= {"initial_state": torch.ones(2, 2, 16, 16), "output_final_state": True}
-    request = request_of("chunk_kda", **operands(), **options)
+        options |= {"initial_state": start, "output_final_state": True}
+    request = request_of("chunk_kda", **call, **options)
     got = FlaNpuProvider().function("chunk_kda")(**request.arguments)
-    same(got, chunk_kda(**operands(), **options))
+    same(got, chunk_kda(**call, **options))
     handed = calls[0]
-    assert handed["cu_seqlens"] == (0, 23, 70)
-    assert handed["scale"] == 0.25
+    assert handed["cu_seqlens"] == ((0, 23, 70) if packed else None)
+    assert handed["scale"] == 0.125
     assert handed["disable_recompute"] is True
-    torch.testing.assert_close(handed["q"].norm(dim=-1), torch.ones(1, 70, 1))
+    torch.testing.assert_close(handed["q"].norm(dim=-1), torch.ones(handed["q"].shape[:-1]))
+    assert torch.equal(start, torch.ones_like(start))  # the library writes into the states it is handed
+    assert handed["v"].data_ptr() == call["v"].data_ptr()  # a view: nothing was transposed or copied
+
+
+@pytest.mark.usefixtures("npu_library")
+def test_fla_npu_takes_half_precision(calls: Calls) -> None:
+    call = operands(width=64, dtype=torch.float16)
+    o, _ = FlaNpuProvider().function("chunk_kda")(**call)
+    assert o.dtype == torch.float16
+    assert calls[0]["beta"].dtype == torch.float32
 
 
 @pytest.mark.usefixtures("npu_library")
 def test_fla_npu_omitted_a_log_is_a_unit_scale(calls: Calls) -> None:
-    options = {k: v for k, v in GATE.items() if k != "A_log"}
-    got = FlaNpuProvider().function("chunk_kda")(**operands(), **options)
-    same(got, chunk_kda(**operands(), **options))
+    options = {k: v for k, v in NPU_GATE.items() if k != "A_log"}
+    got = FlaNpuProvider().function("chunk_kda")(**operands(width=64), **options)
+    same(got, chunk_kda(**operands(width=64), **options))
     assert torch.equal(calls[0]["A_log"], torch.zeros(2))
 
 
@@ -123,22 +142,33 @@ def test_fla_npu_omitted_a_log_is_a_unit_scale(calls: Calls) -> None:
         ({"use_graph": True}, "not graph-safe: it takes the boundaries as host integers"),
         ({"chunk_size": 32}, "it has no chunk_size"),
         ({"A_log": GATE["A_log"], "use_gate_in_kernel": True, "lower_bound": -3.0}, "with safe_gate=True only"),
+        ({"use_gate_in_kernel": True, "safe_gate": True}, "it would take -5 for a lower_bound"),
+        ({"allow_neg_eigval": True}, "with use_beta_sigmoid_in_kernel only"),
     ],
-    ids=["graph", "chunk-size", "bound"],
+    ids=["graph", "chunk-size", "bound", "no-bound", "beta"],
 )
 def test_fla_npu_refuses(changes: dict[str, Any], reason: str) -> None:
     service = FlaNpuProvider().services["chunk_kda"]
-    on_device = {k: v for k, v in operands(dtype=torch.float16).items()}
-    request = request_of("chunk_kda", **on_device, **changes)
+    request = request_of("chunk_kda", **operands(dtype=torch.float16, width=64), **changes)
     assert reason in str(_anywhere(service).refusal(request))
 
 
 def test_fla_npu_refuses_widths_and_gradients() -> None:
     service = _anywhere(FlaNpuProvider().services["chunk_kda"])
-    assert "K is 24" in str(service.refusal(request_of("chunk_kda", **operands(dtype=torch.float16, width=24))))
-    call = operands(dtype=torch.float16)
+    assert "K = 24, V = 24" in str(service.refusal(request_of("chunk_kda", **operands(dtype=torch.float16, width=24))))
+    call = operands(dtype=torch.float16, width=64)
     call["v"].requires_grad_()
     assert "no backward" in str(service.refusal(request_of("chunk_kda", **call)))
+
+
+def test_without_fla_npu_a_call_says_exactly_what_is_missing_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    with pytest.raises(UnsupportedError) as raised:
+        chunk_kda(**operands(), provider="fla_npu")
+    said = str(raised.value)
+    for part in ("no module fla_npu; no module torch_npu", "ASCEND_HOME_PATH is not set", "set_env.sh"):
+        assert part in said
 
 
 def _anywhere(service: Any) -> Any:

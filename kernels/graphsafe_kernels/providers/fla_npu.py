@@ -2,11 +2,13 @@
 
 Requirements
 ------------
-1. The adapter calls ``fla_npu.ops.ascendc.chunk_kda_fwd``, the fused forward; its operands are ``[B, T, H, K]`` there
-   (layout BSND), so nothing is transposed.
-2. What the fused forward does not do (l2 norm of q and k, the sigmoid of beta) is done before it in torch, as a
-   declared conversion.
-3. On a machine without it, everything that is missing is named, not the first thing only.
+1. The adapter calls ``fla_npu.ops.ascendc.chunk_kda_fwd``, the fused forward of KDA. A dense batch is its layout BSND,
+   a packed one its TND: both are views of what the public operator takes, so nothing is transposed.
+2. What not every release of the fused forward does (l2 norm of q and k, the sigmoid of beta) is done before it in
+   torch, as a declared conversion.
+3. The fused forward writes the states into ``initial_state``; the caller's tensor is not touched.
+4. Where it would compute something else than the public operator, the call is refused.
+5. On a machine without it, everything that is missing is named, not the first thing only.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ __all__ = ["FlaNpuProvider"]
 
 _EPSILON = 1e-6
 _MAX_HEADS = 128
-_MAX_WIDTH = 256
+_WIDTHS = (64, 128)
 _SEQUENCES = 1024
 
 
@@ -64,10 +66,11 @@ class FlaNpuProvider(Provider):
                 unsafe="it takes the boundaries as host integers, so a graph would freeze one batch's layout",
                 backward=False,
                 conversions=(
-                    "cu_seqlens is read on the host",
+                    "cu_seqlens is read on the host, and a packed batch handed on without its batch axis",
+                    "initial_state is copied, as it would be overwritten",
                     "the l2 norm of q and k is applied before the call",
                     "the sigmoid of beta is applied before the call",
-                    "A_log and dt_bias are converted to fp32; an omitted A_log becomes zeros",
+                    "g and beta in fp16, A_log and dt_bias are converted to fp32; an omitted A_log becomes zeros",
                 ),
                 limit=_limit,
             )
@@ -103,10 +106,16 @@ class FlaNpuProvider(Provider):
                 a_log, bias = options.get("A_log"), options.get("dt_bias")
                 options["A_log"] = q.new_zeros(v.shape[2], dtype=torch.float32) if a_log is None else a_log.float()
                 options["dt_bias"] = None if bias is None else bias.float()
-            if options.get("cu_seqlens") is not None:
+            if options.get("initial_state") is not None:
+                options["initial_state"] = options["initial_state"].clone()
+            g, beta = (t.float() if t.dtype == torch.float16 else t for t in (g, beta))
+            packed = options.get("cu_seqlens") is not None
+            if packed:
                 options["cu_seqlens"] = tuple(options["cu_seqlens"].tolist())
-            o, final_state, *_ = forward(q, k, v, g, beta, scale, 64, layout="BSND", **options)
-            return o, final_state if options.get("output_final_state") else None
+                q, k, v, g, beta = (t.squeeze(0) for t in (q, k, v, g, beta))
+            layout = "TND" if packed else "BSND"
+            o, final_state, *_ = forward(q, k, v, g, beta, scale, 64, layout=layout, **options)
+            return o.unsqueeze(0) if packed else o, final_state if options.get("output_final_state") else None
 
         return call
 
@@ -118,14 +127,26 @@ def _normalised(x: torch.Tensor) -> torch.Tensor:
 
 def _limit(request: Request) -> str | None:
     q, v = request.arguments["q"], request.arguments["v"]
-    for name, width in (("K", q.shape[-1]), ("V", v.shape[-1])):
-        if width % 16 or not 16 <= width <= _MAX_WIDTH:
-            return f"it takes widths that are multiples of 16 up to {_MAX_WIDTH}, and {name} is {width}"
+    if q.shape[-1] != v.shape[-1] or v.shape[-1] not in _WIDTHS:
+        return f"it takes K = V = 64 or 128, and the operands have K = {q.shape[-1]}, V = {v.shape[-1]}"
     if v.shape[2] > _MAX_HEADS:
         return f"it takes up to {_MAX_HEADS} value heads, and v has {v.shape[2]}"
-    if request.arguments.get("lower_bound") is not None and not request.arguments.get("safe_gate"):
+    return _gate_limit(request.arguments) or _batch_limit(request.arguments)
+
+
+def _gate_limit(arguments: Mapping[str, Any]) -> str | None:
+    bounded, safe = arguments.get("lower_bound") is not None, bool(arguments.get("safe_gate"))
+    if bounded and not safe:
         return "it takes a lower_bound with safe_gate=True only"
-    cu_seqlens = request.arguments.get("cu_seqlens")
+    if safe and not bounded and arguments.get("use_gate_in_kernel"):
+        return "it would take -5 for a lower_bound that safe_gate=True was passed without"
+    if arguments.get("allow_neg_eigval") and not arguments.get("use_beta_sigmoid_in_kernel"):
+        return "it takes allow_neg_eigval with use_beta_sigmoid_in_kernel only"
+    return None
+
+
+def _batch_limit(arguments: Mapping[str, Any]) -> str | None:
+    cu_seqlens = arguments.get("cu_seqlens")
     if cu_seqlens is not None and cu_seqlens.shape[0] - 1 > _SEQUENCES:
         return f"it takes up to {_SEQUENCES} sequences, and the batch has {cu_seqlens.shape[0] - 1}"
     return None

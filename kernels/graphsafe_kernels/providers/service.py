@@ -3,7 +3,7 @@
 Requirements
 ------------
 1. A provider says for each operator it serves: devices, dtypes, options, whether it is graph-safe and why not, whether
-   it has a backward, and every conversion of layout or value that its adapter makes around the call.
+   its adapter has a backward, and every conversion of layout or value that its adapter makes around the call.
 2. A request is a call of this package's public operator, bound to its signature; an option is in use when its value is
    not the default.
 3. What cannot be served is refused with the reason, before anything is called and without a host read.
@@ -142,7 +142,7 @@ class Service:
             if unknown:
                 return f"it has no {', '.join(unknown)}"
         if request.wants_gradients and not self.backward:
-            return "it has no backward, and an operand requires a gradient"
+            return "its adapter has no backward, and an operand requires a gradient"
         return self.limit(request)
 
 
