@@ -61,6 +61,7 @@ def figures(result: Result) -> dict[str, Any]:
         "switch_cost": _excess(median(result, "eager-on", "wall"), live),
         "switch_cost_certain": apart(result, "eager-on", "eager-live", "wall"),
         "switch_noise": _excess(median(result, "eager-off", "wall"), live),
+        "switch_noise_certain": apart(result, "eager-off", "eager-live", "wall"),
         "replays_to_pay": math.ceil(paid / saved) if paid is not None and saved is not None and saved > 0 else None,
         **_floor(result),
         **_memory(result),

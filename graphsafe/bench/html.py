@@ -15,7 +15,7 @@ from typing import Any
 
 from graphsafe.bench import text
 from graphsafe.bench.modes import MODES
-from graphsafe.bench.summary import GROUPS, absent_arms, grouped_losses, naming, table_of
+from graphsafe.bench.summary import GROUPS, absent_arms, findings, grouped_losses, naming, table_of
 from graphsafe.errors import error
 
 __all__ = ["render", "write_html"]
@@ -65,7 +65,7 @@ def render(report: Mapping[str, Any]) -> str:
         losses=list(grouped_losses(report["results"])),
         absent=list(absent_arms(report["results"])),
         some_of=text.some_of,
-        tally=lambda pair, found: list(text.tally_lines(pair, found)),
+        findings=list(findings(report)),
         groups=[(group, *table_of(group, report["results"])) for group in GROUPS],
         plots=list(draw_plots(report)),
     )

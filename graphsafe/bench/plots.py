@@ -115,6 +115,7 @@ def _lengths(curve: Mapping[str, Any], results: Sequence[Result]) -> tuple[str, 
         axes.fill_between(lengths, low, high, color=colour, alpha=0.15)
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds, wall clock, median")
     axes.set_xticks(curve["lengths"], [f"{int(n):,}" for n in curve["lengths"]])
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
     _plain_numbers(axes.yaxis)
     if curve["verdict"] == "crossing":
         axes.axvline(curve["tokens"], color="0.4", ls="--", lw=1)
@@ -166,19 +167,30 @@ def _utilisation(results: Sequence[Result]) -> Iterator[tuple[str, str, str]]:
         return
     figure, axes = pyplot.subplots(figsize=(6.4, 3.8))
     operators = sorted({r["case"]["operator"] for r in points})
-    for operator in operators:
-        mine = [r for r in points if r["case"]["operator"] == operator]
-        axes.plot(
-            [100 * r["utilisation"]["slots"] for r in mine],
-            [100 * r["figures"]["padding_cost_graph"] for r in mine],
-            ls="",
-            marker="os^Dvphx"[operators.index(operator) % 8],
-            label=operator,
-        )
+    for number, operator in enumerate(operators):
+        for certain in (True, False):
+            mine = [
+                (100 * r["utilisation"]["slots"], 100 * r["figures"]["padding_cost_graph"])
+                for r in points
+                if r["case"]["operator"] == operator and bool(r["figures"]["padding_cost_certain"]) == certain
+            ]
+            colour = f"C{number}"
+            axes.plot(
+                [x for x, _ in mine],
+                [y for _, y in mine],
+                ls="",
+                marker="os^Dvphd"[number % 8],
+                color=colour,
+                mfc=colour if certain else "none",
+                label=operator if certain else None,
+            )
     axes.axhline(0, color="0.4", lw=1)
     axes.set(xlabel="slots used, percent", ylabel="padding cost of a replay, percent")
     axes.legend(frameon=False)
-    caption = "How much longer a replay of the bucket takes than a replay captured at the batch's own size."
+    caption = (
+        "How much longer a replay of the bucket takes than a replay captured at the batch's own size. Hollow: within "
+        "the noise, the intervals of both medians overlap."
+    )
     yield "Padding cost against utilisation", caption, _svg(figure)
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from graphsafe.bench import text
 from graphsafe.bench.modes import MODES
-from graphsafe.bench.summary import GROUPS, grouped_losses, naming, table_of
+from graphsafe.bench.summary import GROUPS, findings, grouped_losses, naming, table_of
 
 __all__ = ["print_report", "write_json"]
 
@@ -49,16 +49,15 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
         _print(console, _times(report["results"], clock))
     for table in _summary(report["results"]):
         _print(console, table)
-    if report["break_even"]:
-        _print(console, _break_even(report["break_even"]))
     if report.get("conformance"):
         _print(console, _conformance(report["conformance"], list(environment["providers"])))
     for pair, found in report.get("comparison", {}).items():
         _print(console, _comparison(pair, found["rows"]))
-        for line in text.tally_lines(pair, found["tally"]):
-            console.print(line, highlight=False)
     if "regressions" in report:
         _print(console, _regressions(report["regressions"]))
+    console.print("In short", style="bold")
+    for line in findings(report):
+        console.print(f"- {line}", highlight=False, markup=False)
     if environment["note"]:
         console.print(environment["note"], style="dim")
     if not report["complete"]:
@@ -121,13 +120,6 @@ def _summary(results: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
             table.add_row(*map(escape, row))
         if rows:
             yield table
-
-
-def _break_even(curves: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("Break-even length: update and replay against eager-live, wall clock", ["series", "break-even"], [])
-    for curve in curves:
-        table.add_row(escape(f"{curve['label']} [{curve['provider']}]"), text.verdict_text(curve))
-    return table
 
 
 def _conformance(rows: Sequence[Mapping[str, Any]], providers: Sequence[str]) -> Table:

@@ -14,7 +14,7 @@ from typing import Any
 from graphsafe.bench import text
 from graphsafe.bench.comparison import worst_error
 
-__all__ = ["GROUPS", "Group", "absent_arms", "grouped_losses", "naming", "table_of"]
+__all__ = ["GROUPS", "Group", "absent_arms", "findings", "grouped_losses", "naming", "table_of"]
 
 Result = Mapping[str, Any]
 Row = tuple[str, ...]
@@ -80,7 +80,7 @@ def _rightness(result: Result) -> Row:
         text.error_text(worst_error(result)),
         text.difference(checks.get("live_difference")),
         _bits(replay),
-        text.DASH if off is None else f"{_bits(off)}, {text.percent(f['switch_noise'])}",
+        text.DASH if off is None else f"{_bits(off)}, {text.cost(f['switch_noise'], f['switch_noise_certain'])}",
         text.cost(f["switch_cost"], f["switch_cost_certain"]),
     )
 
@@ -128,11 +128,11 @@ GROUPS = (
     ),
     Group(
         "How right it is",
-        ("error / bound", "fixed - live", "replay", "use_graph =False", "=True, eager"),
+        ("error / bound", "fixed - live", "replay", "switch off", "switch on"),
         "Error: against fp64, the one that comes closest to its bound. Fixed - live: the largest difference between "
         "eager results at the bucket's size and at the batch's own, on live rows. Replay: against eager on the same "
-        "static memory, on two layouts, after the graph's memory was filled with NaN. use_graph=False: said, against "
-        "left out, in bits and in time (the noise). use_graph=True outside a graph: its cost.",
+        "static memory, on two layouts, after the graph's memory was filled with NaN. Switch off, on: use_graph=False "
+        "and True said, in eager calls, against left out; noise where the intervals of the medians overlap.",
         _rightness,
     ),
 )
@@ -158,11 +158,41 @@ def grouped_losses(results: Sequence[Result]) -> Iterator[dict[str, Any]]:
 
 
 def absent_arms(results: Sequence[Result]) -> Iterator[dict[str, Any]]:
-    """Arms that a right result does not have: ``provider``, ``arm``, ``reason`` and the ``labels`` that share them."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    """Arms that a right result does not have: ``provider``, ``arms``, ``reason`` and the ``labels`` that share them."""
+    found: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
     for result in results:
         if result["status"] == "ok":
+            reasons: dict[str, list[str]] = {}
             for arm, reason in result["refusals"].items():
-                found.setdefault((result["provider"], arm, reason), []).append(result["label"])
-    for (provider, arm, reason), labels in found.items():
-        yield {"provider": provider, "arm": arm, "reason": reason, "labels": labels}
+                reasons.setdefault(reason, []).append(arm)
+            for reason, arms in reasons.items():
+                found.setdefault((result["provider"], tuple(arms), reason), []).append(result["label"])
+    for (provider, arms_, reason), labels in found.items():
+        yield {"provider": provider, "arms": ", ".join(arms_), "reason": reason, "labels": labels}
+
+
+def findings(report: Mapping[str, Any]) -> Iterator[str]:
+    """The report in sentences: what is right, what a graph saves and costs, who is faster, where eager catches up."""
+    results = report["results"]
+    for provider in dict.fromkeys(r["provider"] for r in results):
+        mine = [r for r in results if r["provider"] == provider]
+        states = {s: sum(r["status"] == s for r in mine) for s in ("ok", "wrong", "failed", "refused")}
+        lost = ", ".join(f"{n} {s}" for s, n in states.items() if n and s != "ok")
+        yield f"{provider}: {states['ok']} of {len(mine)} cases right{', ' + lost if lost else ''}."
+        yield from _padding(provider, [r for r in mine if r["status"] == "ok"])
+    for pair, found in report.get("comparison", {}).items():
+        yield from text.tally_lines(pair, found["tally"])
+    for curve in report["break_even"]:
+        yield f"Break-even, {curve['label']} [{curve['provider']}]: {text.verdict_text(curve)}."
+
+
+def _padding(provider: str, results: Sequence[Result]) -> Iterator[str]:
+    """The range of the padding cost by fill, where it is more than noise in any case."""
+    fills: dict[float, list[float]] = {}
+    for r in results:
+        if r["case"]["fill"] < 1 and r["figures"]["padding_cost_graph"] is not None:
+            cost = r["figures"]["padding_cost_graph"] if r["figures"]["padding_cost_certain"] else 0.0
+            fills.setdefault(r["case"]["fill"], []).append(cost)
+    parts = [f"{text.spread(found)} at {fill:.0%} fill" for fill, found in sorted(fills.items())]
+    if parts:
+        yield f"{provider}: padding costs a replay {'; '.join(parts)}."

@@ -23,6 +23,7 @@ __all__ = [
     "ratio",
     "seconds",
     "some_of",
+    "spread",
     "standing_text",
     "tally_lines",
     "verdict_text",
@@ -48,6 +49,14 @@ def percent(value: float | None, *, signed: bool = True) -> str:
         return DASH
     digits = 0 if abs(value) >= 0.0995 else 1
     return f"{value * 100:+.{digits}f} %" if signed else f"{value * 100:.{digits}f} %"
+
+
+def spread(values: Sequence[float]) -> str:
+    """``+3.0 % to +12 %``; nothing where all are zero."""
+    low, high = min(values), max(values)
+    if low == high:
+        return percent(low) if low else "nothing"
+    return f"{percent(low) if low else 'nothing'} to {percent(high) if high else 'nothing'}"
 
 
 def cost(value: float | None, certain: bool | None) -> str:
@@ -116,11 +125,11 @@ def tally_lines(pair: str, found: Mapping[str, Any]) -> Iterator[str]:
     """What a comparison comes to, a sentence for each arm."""
     one, other = pair.split(" against ")
     right = found["right"]
-    yield f"Right: {one} in {right[one]} of {found['cases']} cases, {other} in {right[other]}."
+    yield f"{pair}: right {right[one]} and {right[other]} of {found['cases']} cases."
     for arm, sums in found["arms"].items():
         wins = sums["wins"]
         yield (
-            f"{arm}, {sums['cases']} cases timed: {one} faster in {wins[one]}, {other} in {wins[other]}, "
+            f"{pair}, {arm}, {sums['cases']} cases timed: {one} faster in {wins[one]}, {other} in {wins[other]}, "
             f"ties {wins['tie']}. {other} takes {ratio(sums['mean_ratio'])} {one}'s time in the geometric mean, "
             f"at most {ratio(sums['best']['ratio'])} ({sums['best']['label']}), at least "
             f"{ratio(sums['worst']['ratio'])} ({sums['worst']['label']})."

@@ -46,6 +46,7 @@ def test_figures_by_their_definitions() -> None:
         "switch_cost": 0.03,
         "switch_cost_certain": True,
         "switch_noise": 0.01,
+        "switch_noise_certain": False,
         "replays_to_pay": 60,  # 3 ms over 50 us saved each
         "floor_us": 20.0,
         "floor_share": 0.5,
