@@ -1,0 +1,42 @@
+"""Tiny random models of the family, as ``transformers`` builds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+VOCABULARY = 64
+_SHARED = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"],
+           "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+_GDN = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16}
+_OLMO = {**_GDN, "linear_num_value_heads": 2}
+_KIMI = {"linear_conv_kernel_dim": 4, "linear_head_dim": 8, "linear_num_heads": 4, "num_key_value_heads": 4,
+         "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
+         "mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2, "num_local_experts": 4, "n_group": 1,
+         "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 16}
+
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "kimi-linear": ("KimiLinearConfig", "KimiLinearForCausalLM", _KIMI),
+    "olmo-hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", {**_OLMO, "linear_allow_neg_eigval": True}),
+    "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_GDN, **_EXPERTS, "head_dim": 16}),
+    "qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**_GDN, "head_dim": 16}),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**_GDN, **_EXPERTS, "head_dim": 16}),
+}
+
+
+def make(name: str, **changes: Any) -> Any:
+    """A model in eval mode, every parameter at random."""
+    config_class, model_class, arguments = MODELS[name]
+    config = getattr(transformers, config_class)(**{**_SHARED, **arguments, **changes})
+    torch.manual_seed(sorted(MODELS).index(name))
+    model = getattr(transformers, model_class)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
