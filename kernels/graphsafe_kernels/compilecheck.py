@@ -4,13 +4,20 @@ Requirements
 ------------
 1. Every configuration of ``graphsafe_kernels.shipped`` is compiled down to machine code for the target, and listed with
    its registers, spills and shared memory, as a table or with ``--json``.
-2. The exit status is 0 only if all compiled and none spills; 1 otherwise; 2 where the check could not be made at all.
+2. The exit status is 0 only if all compiled, none spills and none wants more shared memory than a program may have on
+   the target; 1 otherwise; 2 where the check could not be made at all.
 3. A target is one function from a configuration to figures: another back end is another entry in ``TARGETS``.
+4. Several processes compile side by side, as many as the machine has cores unless ``--jobs`` says otherwise; the rows
+   come in the order of ``shipped`` whatever their number.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import itertools
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import tempfile
@@ -56,6 +63,11 @@ class Figures:
         return self.problem is None and self.spills == 0
 
 
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Compute capability -> bytes of shared memory one thread block may have (CUDA programming guide, table of technical
+specifications)."""
+
+
 def _compile_cuda(shipped: Shipped, capability: int) -> dict[str, Any]:
     """Registers, spills and shared memory on compute capability ``capability`` (90 for sm_90)."""
     from triton.backends.compiler import GPUTarget
@@ -87,7 +99,11 @@ def _compile_cuda(shipped: Shipped, capability: int) -> dict[str, Any]:
         raise RuntimeError("cuobjdump showed neither the resource usage nor the machine code")
     # a stack frame alone says little: some compilers reserve one that nothing uses
     spills = len(re.findall(r"\b(?:STL|LDL)\b", report))
-    return {"registers": int(registers[1]), "spills": spills, "shared": int(compiled.metadata.shared)}
+    shared = int(compiled.metadata.shared)
+    figures: dict[str, Any] = {"registers": int(registers[1]), "spills": spills, "shared": shared}
+    if shared > SHARED[capability]:
+        figures["problem"] = f"{shared} bytes of shared memory a program; sm_{capability} has {SHARED[capability]}"
+    return figures
 
 
 TARGETS: dict[str, Callable[[Shipped], dict[str, Any]]] = {
@@ -111,6 +127,22 @@ def check(target: str, kernels: Iterable[Shipped]) -> Iterator[Figures]:
         yield replace(figures, seconds=time.perf_counter() - start)
 
 
+def _check_one(target: str, index: int) -> Figures:
+    """The figures of the configuration with number ``index``; a kernel does not travel between processes."""
+    return next(check(target, itertools.islice(configurations(KINDS[target]), index, None)))
+
+
+def _all(work: list[tuple[str, int, Shipped]], jobs: int) -> Iterator[Figures]:
+    """Compile all of ``work``, ``jobs`` at a time, in order."""
+    if jobs == 1 or len(work) == 1:
+        for target, _, shipped in work:
+            yield from check(target, [shipped])
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(jobs, len(work)), mp_context=context) as pool:
+        yield from pool.map(_check_one, [w[0] for w in work], [w[1] for w in work])
+
+
 def _print(results: list[Figures], console: Console) -> None:
     table = Table()
     for column in ("target", "kernel", "configuration"):
@@ -122,7 +154,7 @@ def _print(results: list[Figures], console: Console) -> None:
         table.add_row(r.target, r.kernel, r.configuration, str(r.warps), *sizes, style=None if r.ok else "red")
     console.print(table)
     bad = sum(not r.ok for r in results)
-    console.print(f"{len(results)} configurations, {bad} of them spill or do not compile")
+    console.print(f"{len(results)} configurations, {bad} of them spill, do not fit or do not compile")
 
 
 app = typer.Typer(add_completion=False)
@@ -132,6 +164,7 @@ app = typer.Typer(add_completion=False)
 def main(
     target: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(TARGETS)}; may be repeated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects instead of a table.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that compile side by side.")] = os.cpu_count() or 1,
 ) -> None:
     """Compile every shipped kernel configuration for one or several targets, without a device."""
     targets = target or list(TARGETS)
@@ -140,12 +173,12 @@ def main(
     if unknown:
         errors.print(f"unknown target {', '.join(unknown)}; known: {', '.join(TARGETS)}")
         raise typer.Exit(2)
-    work = [(t, shipped) for t in targets for shipped in configurations(KINDS[t])]
-    if any(interpreted(shipped.kernel) for _, shipped in work):
+    work = [(t, i, shipped) for t in targets for i, shipped in enumerate(configurations(KINDS[t]))]
+    if any(interpreted(shipped.kernel) for _, _, shipped in work):
         errors.print("TRITON_INTERPRET is set: interpreted kernels cannot be compiled. Unset it for this check.")
         raise typer.Exit(2)
-    steps = track(work, description="compiling", console=errors, transient=True, disable=not errors.is_terminal)
-    results = [figures for t, shipped in steps for figures in check(t, [shipped])]
+    results = list(track(_all(work, jobs), description="compiling", total=len(work), console=errors, transient=True,
+                         disable=not errors.is_terminal))  # fmt: skip
     if as_json:
         print(json.dumps([asdict(r) | {"ok": r.ok} for r in results], indent=1))
     else:
