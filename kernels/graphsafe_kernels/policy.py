@@ -39,9 +39,9 @@ class TablePolicy:
 class ConvPolicy:
     """Sizes of the short convolution's kernels.
 
-    ``*_block`` channels a program, ``*_lane`` channels a warp, ``*_turn`` rows (4 or 8) in registers ahead;
+    ``*_block`` channels a program, ``*_lane`` channels a warp, ``*_turn`` rows (1, 2, 4 or 8) in registers ahead;
     ``forward_rows`` a program at most; the second stage keeps ``reduce_lanes`` running sums of ``reduce_block``
-    channels.
+    channels. ``fast``: whole turns have a loop of their own, without masks.
     """
 
     forward_block: int = 128
@@ -55,6 +55,7 @@ class ConvPolicy:
     reduce_block: int = 32
     reduce_lanes: int = 64
     reduce_warps: int = 4
+    fast: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,14 @@ KINDS: dict[str, Policy] = {
     "ascend910b": Policy(
         "ascend910b",
         ptx=False,
-        cores=48,
-        tables=TablePolicy(lane=1024, warps=1),
-        conv=ConvPolicy(forward_block=1024, forward_lane=1024, backward_block=1024, backward_lane=1024),
+        cores=40,
+        tables=TablePolicy(compared=2048, many=8, lane=1024, warps=1),
+        # Small turns and one loop: the Ascend compiler's time grows with the square of a kernel's loads and stores.
+        # Blocks: taps lie W elements apart, so each takes 32 bytes of the unified buffer.
+        conv=ConvPolicy(
+            forward_block=512, forward_lane=512, forward_turn=2, backward_block=512, backward_lane=512, backward_turn=1,
+            reduce_block=128, reduce_lanes=8, reduce_warps=1, fast=False,
+        ),
     ),
     "interpreter": Policy(
         "interpreter",

@@ -141,7 +141,7 @@ def _backward_slot(task, x, weight, bias, dy, dfinal, initial_state, dx, dresidu
                    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, U: tl.constexpr,
                    X_ROW: tl.constexpr, DY_ROW: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
                    HAS_RESIDUAL: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_DFINAL: tl.constexpr,
-                   PACKED: tl.constexpr, PTX: tl.constexpr):
+                   PACKED: tl.constexpr, PTX: tl.constexpr, FAST: tl.constexpr):
     """dx (and dresidual) of a slot and BD channels with its partial of dweight and dbias, or the clearing of padding.
 
     ``partials`` ``[slots, W + 1, D]`` fp32: dweight by age, then dbias.
@@ -185,12 +185,8 @@ def _backward_slot(task, x, weight, bias, dy, dfinal, initial_state, dx, dresidu
         if HAS_INITIAL:
             sp = initial_state + sequence.to(tl.int64) * (D * W)
         dhp = xp
-        whole = rows
         if HAS_DFINAL:
             dhp = dfinal + sequence.to(tl.int64) * (D * W)
-            # dx of the last W rows is left to the masked turns
-            whole = tl.minimum(rows, to_end - 1)
-        whole = tl.maximum(whole // U - 1, 0) * U
         x1, x2, x3, x4, x5, x6, x7 = load_history(xp, sp, position, channel, X_ROW, D, W, EVEN, HAS_INITIAL)
         e0, e1, e2, e3, e4, e5, e6, e7 = load_rows(xp, 0, end, channel, X_ROW, D, U, EVEN, True)
         g0, g1, g2, g3, g4, g5, g6, g7 = load_rows(dyp, 0, end, channel, DY_ROW, D, U, EVEN, True)
@@ -210,13 +206,21 @@ def _backward_slot(task, x, weight, bias, dy, dfinal, initial_state, dx, dresidu
         a6 = zero
         a7 = zero
         total = zero
-        for t in range(0, whole, U):
-            (x1, x2, x3, x4, x5, x6, x7, d1, d2, d3, d4, d5, d6, d7, a0, a1, a2, a3, a4, a5, a6, a7, total,
-             e0, e1, e2, e3, e4, e5, e6, e7, g0, g1, g2, g3, g4, g5, g6, g7) = _backward_turn(
-                t, rows, end, to_end, xp, dyp, dxp, drp, dhp, channel, offset,
-                k0, k1, k2, k3, k4, k5, k6, k7, x1, x2, x3, x4, x5, x6, x7, d1, d2, d3, d4, d5, d6, d7,
-                a0, a1, a2, a3, a4, a5, a6, a7, total, e0, e1, e2, e3, e4, e5, e6, e7, g0, g1, g2, g3, g4, g5, g6, g7,
-                D, W, U, X_ROW, DY_ROW, SILU, HAS_BIAS, HAS_RESIDUAL, HAS_DFINAL, EVEN, PTX, False)
+        whole = 0
+        if FAST:
+            whole = rows
+            if HAS_DFINAL:
+                # dx of the last W rows is left to the masked turns
+                whole = tl.minimum(rows, to_end - 1)
+            whole = tl.maximum(whole // U - 1, 0) * U
+            for t in range(0, whole, U):
+                (x1, x2, x3, x4, x5, x6, x7, d1, d2, d3, d4, d5, d6, d7, a0, a1, a2, a3, a4, a5, a6, a7, total,
+                 e0, e1, e2, e3, e4, e5, e6, e7, g0, g1, g2, g3, g4, g5, g6, g7) = _backward_turn(
+                    t, rows, end, to_end, xp, dyp, dxp, drp, dhp, channel, offset,
+                    k0, k1, k2, k3, k4, k5, k6, k7, x1, x2, x3, x4, x5, x6, x7, d1, d2, d3, d4, d5, d6, d7,
+                    a0, a1, a2, a3, a4, a5, a6, a7, total, e0, e1, e2, e3, e4, e5, e6, e7,
+                    g0, g1, g2, g3, g4, g5, g6, g7,
+                    D, W, U, X_ROW, DY_ROW, SILU, HAS_BIAS, HAS_RESIDUAL, HAS_DFINAL, EVEN, PTX, False)
         for t in range(whole, rows + W - 1, U):
             (x1, x2, x3, x4, x5, x6, x7, d1, d2, d3, d4, d5, d6, d7, a0, a1, a2, a3, a4, a5, a6, a7, total,
              e0, e1, e2, e3, e4, e5, e6, e7, g0, g1, g2, g3, g4, g5, g6, g7) = _backward_turn(
@@ -303,11 +307,11 @@ def _backward_task(task, x, weight, bias, dy, dfinal, initial_state, dx, dresidu
                    D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
                    BS: tl.constexpr, U: tl.constexpr, X_ROW: tl.constexpr, DY_ROW: tl.constexpr, SILU: tl.constexpr,
                    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_INITIAL: tl.constexpr,
-                   HAS_DFINAL: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr):
+                   HAS_DFINAL: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr, FAST: tl.constexpr):
     if task < slot_tasks:
         _backward_slot(task, x, weight, bias, dy, dfinal, initial_state, dx, dresidual, partials, cu_seqlens,
                        chunk_indices, chunk_offsets, tokens, sequences, chunks, x_batch, dy_batch, D, W, BT, BD, U,
-                       X_ROW, DY_ROW, SILU, HAS_BIAS, HAS_RESIDUAL, HAS_INITIAL, HAS_DFINAL, PACKED, PTX)
+                       X_ROW, DY_ROW, SILU, HAS_BIAS, HAS_RESIDUAL, HAS_INITIAL, HAS_DFINAL, PACKED, PTX, FAST)
     else:
         if HAS_INITIAL:
             _initial_state_gradient(task - slot_tasks, x, weight, bias, dy, dfinal, initial_state, dinitial,
@@ -322,7 +326,7 @@ def conv_backward_kernel(x, weight, bias, dy, dfinal, initial_state, dx, dresidu
                          BS: tl.constexpr, U: tl.constexpr, X_ROW: tl.constexpr, DY_ROW: tl.constexpr,
                          SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
                          HAS_INITIAL: tl.constexpr, HAS_DFINAL: tl.constexpr, PACKED: tl.constexpr,
-                         PTX: tl.constexpr, LOOP: tl.constexpr):
+                         PTX: tl.constexpr, FAST: tl.constexpr, LOOP: tl.constexpr):
     """dx, dresidual, d initial_state and the partials of dweight and dbias. Sizes as in the forward."""
     pid = tl.program_id(0)
     if LOOP:
@@ -330,9 +334,9 @@ def conv_backward_kernel(x, weight, bias, dy, dfinal, initial_state, dx, dresidu
             _backward_task(task, x, weight, bias, dy, dfinal, initial_state, dx, dresidual, dinitial, partials,
                            cu_seqlens, chunk_indices, chunk_offsets, tokens, sequences, chunks, x_batch, dy_batch,
                            slot_tasks, D, W, WP, BT, BD, BS, U, X_ROW, DY_ROW, SILU, HAS_BIAS, HAS_RESIDUAL,
-                           HAS_INITIAL, HAS_DFINAL, PACKED, PTX)
+                           HAS_INITIAL, HAS_DFINAL, PACKED, PTX, FAST)
     else:
         _backward_task(pid, x, weight, bias, dy, dfinal, initial_state, dx, dresidual, dinitial, partials,
                        cu_seqlens, chunk_indices, chunk_offsets, tokens, sequences, chunks, x_batch, dy_batch,
                        slot_tasks, D, W, WP, BT, BD, BS, U, X_ROW, DY_ROW, SILU, HAS_BIAS, HAS_RESIDUAL,
-                       HAS_INITIAL, HAS_DFINAL, PACKED, PTX)
+                       HAS_INITIAL, HAS_DFINAL, PACKED, PTX, FAST)

@@ -6,7 +6,8 @@ Requirements
    once, but for W - 1 rows before the part.
 2. Tasks are numbered from the bucket alone: ``slots * parts * ceil(D / BD)`` slot tasks, channels fastest, then, if
    the final state is asked for, ``sequences * ceil(D / BS)`` state tasks. A program does one, or walks them (LOOP).
-3. A slot task's first act is to read its table row; a sentinel clears its share of the padding and does no more.
+3. FAST: whole turns go through a loop of their own without masks; it doubles the code, so the policy chooses.
+4. A slot task's first act is to read its table row; a sentinel clears its share of the padding and does no more.
 """
 
 import triton
@@ -65,7 +66,7 @@ def _forward_slot(task, x, weight, bias, residual, initial_state, y, cu_seqlens,
                   D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr,
                   U: tl.constexpr, X_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr, SILU: tl.constexpr,
                   HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_INITIAL: tl.constexpr,
-                  PACKED: tl.constexpr, PTX: tl.constexpr):
+                  PACKED: tl.constexpr, PTX: tl.constexpr, FAST: tl.constexpr):
     """y of ROWS rows of a slot and BD channels, or the clearing of as many padding rows."""
     EVEN: tl.constexpr = D % BD == 0
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
@@ -98,13 +99,16 @@ def _forward_slot(task, x, weight, bias, residual, initial_state, y, cu_seqlens,
             yp = y + (start + position) * D
             x1, x2, x3, x4, x5, x6, x7 = load_history(xp, sp, position, channel, X_ROW, D, W, EVEN, HAS_INITIAL)
             e0, e1, e2, e3, e4, e5, e6, e7 = load_rows(xp, 0, rows, channel, X_ROW, D, U, EVEN, True)
-            # unmasked while this turn and the next, whose rows it loads, are whole
-            whole = tl.maximum(rows // U - 1, 0) * U
-            for t in range(0, whole, U):
-                x1, x2, x3, x4, x5, x6, x7, e0, e1, e2, e3, e4, e5, e6, e7 = _forward_turn(
-                    t, rows, xp, rp, yp, channel, offset, k0, k1, k2, k3, k4, k5, k6, k7, x1, x2, x3, x4, x5, x6, x7,
-                    e0, e1, e2, e3, e4, e5, e6, e7, D, W, U, X_ROW, RESIDUAL_ROW, SILU, HAS_RESIDUAL, EVEN, PTX, False
-                )
+            whole = 0
+            if FAST:
+                # unmasked while this turn and the next, whose rows it loads, are whole
+                whole = tl.maximum(rows // U - 1, 0) * U
+                for t in range(0, whole, U):
+                    x1, x2, x3, x4, x5, x6, x7, e0, e1, e2, e3, e4, e5, e6, e7 = _forward_turn(
+                        t, rows, xp, rp, yp, channel, offset, k0, k1, k2, k3, k4, k5, k6, k7,
+                        x1, x2, x3, x4, x5, x6, x7, e0, e1, e2, e3, e4, e5, e6, e7,
+                        D, W, U, X_ROW, RESIDUAL_ROW, SILU, HAS_RESIDUAL, EVEN, PTX, False
+                    )
             for t in range(whole, rows, U):
                 x1, x2, x3, x4, x5, x6, x7, e0, e1, e2, e3, e4, e5, e6, e7 = _forward_turn(
                     t, rows, xp, rp, yp, channel, offset, k0, k1, k2, k3, k4, k5, k6, k7, x1, x2, x3, x4, x5, x6, x7,
@@ -153,11 +157,11 @@ def _forward_task(task, x, weight, bias, residual, initial_state, y, final_state
                   BD: tl.constexpr, BS: tl.constexpr, U: tl.constexpr, X_ROW: tl.constexpr,
                   RESIDUAL_ROW: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
                   HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, PACKED: tl.constexpr,
-                  PTX: tl.constexpr):
+                  PTX: tl.constexpr, FAST: tl.constexpr):
     if task < slot_tasks:
         _forward_slot(task, x, weight, bias, residual, initial_state, y, cu_seqlens, chunk_indices, chunk_offsets,
                       tokens, sequences, chunks, x_batch, residual_batch, D, W, BT, ROWS, BD, U, X_ROW, RESIDUAL_ROW,
-                      SILU, HAS_BIAS, HAS_RESIDUAL, HAS_INITIAL, PACKED, PTX)
+                      SILU, HAS_BIAS, HAS_RESIDUAL, HAS_INITIAL, PACKED, PTX, FAST)
     else:
         if HAS_FINAL:
             _final_state(task - slot_tasks, x, initial_state, final_state, cu_seqlens, tokens, x_batch,
@@ -171,7 +175,7 @@ def conv_forward_kernel(x, weight, bias, residual, initial_state, y, final_state
                         BD: tl.constexpr, BS: tl.constexpr, U: tl.constexpr, X_ROW: tl.constexpr,
                         RESIDUAL_ROW: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
                         HAS_RESIDUAL: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-                        PACKED: tl.constexpr, PTX: tl.constexpr, LOOP: tl.constexpr):
+                        PACKED: tl.constexpr, PTX: tl.constexpr, FAST: tl.constexpr, LOOP: tl.constexpr):
     """y and the final state. Dense: ``tokens`` and ``chunks`` per sequence, no tables; packed: ``tokens`` in all."""
     pid = tl.program_id(0)
     if LOOP:
@@ -179,9 +183,9 @@ def conv_forward_kernel(x, weight, bias, residual, initial_state, y, final_state
             _forward_task(task, x, weight, bias, residual, initial_state, y, final_state, cu_seqlens, chunk_indices,
                           chunk_offsets, tokens, sequences, chunks, x_batch, residual_batch, slot_tasks,
                           D, W, WP, BT, ROWS, BD, BS, U, X_ROW, RESIDUAL_ROW, SILU, HAS_BIAS, HAS_RESIDUAL,
-                          HAS_INITIAL, HAS_FINAL, PACKED, PTX)
+                          HAS_INITIAL, HAS_FINAL, PACKED, PTX, FAST)
     else:
         _forward_task(pid, x, weight, bias, residual, initial_state, y, final_state, cu_seqlens, chunk_indices,
                       chunk_offsets, tokens, sequences, chunks, x_batch, residual_batch, slot_tasks,
                       D, W, WP, BT, ROWS, BD, BS, U, X_ROW, RESIDUAL_ROW, SILU, HAS_BIAS, HAS_RESIDUAL,
-                      HAS_INITIAL, HAS_FINAL, PACKED, PTX)
+                      HAS_INITIAL, HAS_FINAL, PACKED, PTX, FAST)

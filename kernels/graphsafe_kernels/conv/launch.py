@@ -43,7 +43,7 @@ def forward_options(policy: ConvPolicy, width: int, taps: int, chunk_size: int) 
     rows = policy.forward_rows if chunk_size % policy.forward_rows == 0 else chunk_size
     block = min(policy.forward_block, _power(width))
     # with more taps a turn of eight rows asks for a register too many
-    turn = policy.forward_turn if taps <= 6 else 4
+    turn = policy.forward_turn if taps <= 6 else min(policy.forward_turn, 4)
     sizes = {"D": width, "W": taps, "WP": _power(taps), "BT": chunk_size, "ROWS": rows, "BD": block,
              "BS": min(policy.state_block, _power(width)), "U": turn}
     return sizes, max(1, block // policy.forward_lane)
@@ -96,7 +96,8 @@ def _forward_launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...]
     sizes, warps = forward_options(policy.conv, width, taps, chunk_size)
     flags = {"X_ROW": x_row, "RESIDUAL_ROW": residual_row, "SILU": activate, "HAS_BIAS": bias is not None,
              "HAS_RESIDUAL": residual is not None, "HAS_INITIAL": initial is not None, "HAS_FINAL": final,
-             "PACKED": index is not None, "PTX": policy.ptx, "LOOP": policy.cores > 0}
+             "PACKED": index is not None, "PTX": policy.ptx, "FAST": policy.conv.fast,
+             "LOOP": policy.cores > 0}
     return PreparedLaunch(conv_forward_kernel, sizes | flags, num_warps=warps)
 
 
@@ -109,7 +110,7 @@ def _backward_launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...
     flags = {"X_ROW": x_row, "DY_ROW": dy_row, "SILU": activate, "HAS_BIAS": bias is not None,
              "HAS_RESIDUAL": residual is not None, "HAS_INITIAL": initial is not None,
              "HAS_DFINAL": dfinal is not None, "PACKED": index is not None, "PTX": policy.ptx,
-             "LOOP": policy.cores > 0}
+             "FAST": policy.conv.fast, "LOOP": policy.cores > 0}
     return PreparedLaunch(conv_backward_kernel, sizes | flags, num_warps=warps)
 
 

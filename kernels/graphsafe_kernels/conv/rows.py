@@ -78,16 +78,21 @@ def store(p, v, live, channel, D: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.c
 @triton.jit
 def load_rows(p, first, end, channel, ROW: tl.constexpr, D: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr,
                MASKED: tl.constexpr):
-    """U rows (4 or 8) from row ``first`` of the tile at ``p``, those below ``end`` where MASKED."""
+    """U rows (1, 2, 4 or 8) from row ``first`` of the tile at ``p``, those below ``end`` where MASKED."""
     q = p + first * ROW
     r0 = load(q + channel, first < end, channel, D, EVEN, MASKED)
-    r1 = load(q + channel + ROW, first + 1 < end, channel, D, EVEN, MASKED)
-    r2 = load(q + channel + 2 * ROW, first + 2 < end, channel, D, EVEN, MASKED)
-    r3 = load(q + channel + 3 * ROW, first + 3 < end, channel, D, EVEN, MASKED)
+    r1 = r0
+    r2 = r0
+    r3 = r0
     r4 = r0
-    r5 = r1
-    r6 = r2
-    r7 = r3
+    r5 = r0
+    r6 = r0
+    r7 = r0
+    if U >= 2:
+        r1 = load(q + channel + ROW, first + 1 < end, channel, D, EVEN, MASKED)
+    if U >= 4:
+        r2 = load(q + channel + 2 * ROW, first + 2 < end, channel, D, EVEN, MASKED)
+        r3 = load(q + channel + 3 * ROW, first + 3 < end, channel, D, EVEN, MASKED)
     if U == 8:
         r4 = load(q + channel + 4 * ROW, first + 4 < end, channel, D, EVEN, MASKED)
         r5 = load(q + channel + 5 * ROW, first + 5 < end, channel, D, EVEN, MASKED)

@@ -38,7 +38,7 @@ def _both(policy: Policy, dtype: torch.dtype, taps: int, full: bool, *, packed: 
     index = "*i32" if packed else None
     tables = {"cu_seqlens": index, "chunk_indices": index, "chunk_offsets": index}
     integers = dict.fromkeys(_INTEGERS, "i32")
-    device = {"SILU": True, "PACKED": packed, "PTX": policy.ptx, "LOOP": policy.cores > 0}
+    device = {"SILU": True, "PACKED": packed, "PTX": policy.ptx, "FAST": policy.conv.fast, "LOOP": policy.cores > 0}
     name = f"{str(dtype).removeprefix('torch.')} W{taps}{' all options' if full else ''}"
     name += f"{'' if packed else ' dense'}{'' if width == _WIDTH else f' D{width}'}"
 
