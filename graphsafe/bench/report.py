@@ -147,18 +147,21 @@ def _provider_cell(row: Mapping[str, Any], name: str) -> str:
 def _comparison(pair: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     one, other = pair.split(" against ")
     arms = sorted({arm for row in rows for arm in row["arms"]})
-    table = _table(f"{pair}: who is right, who is faster", ["case", one, other], arms)
+    table = _table(f"{pair}: who is right, who is faster, us", ["case"], arms)
     for row in rows:
-        cells = []
-        for arm in arms:
-            duel = row["arms"].get(arm)
-            if duel is None:
-                cells.append(text.DASH)
-            else:
-                times = f"{text.microseconds(duel[one])} | {text.microseconds(duel[other])}"
-                cells.append(f"{times}\n{duel['faster']} {text.ratio(max(duel['ratio'], 1 / duel['ratio']))}")
-        table.add_row(escape(row["label"]), *(text.standing_text(row[name]) for name in (one, other)), *cells)
+        right = [name for name in (one, other) if row[name]["status"] == "ok"]
+        cells = [_duel_cell(row["arms"].get(arm), one, other) for arm in arms]
+        if len(right) < 2 or not cells:
+            cells = [f"right: {', '.join(right) or 'neither'}", *[text.DASH] * (len(arms) - 1)][: len(arms)]
+        table.add_row(escape(row["label"]), *cells)
     return table
+
+
+def _duel_cell(duel: Mapping[str, Any] | None, one: str, other: str) -> str:
+    if duel is None:
+        return text.DASH
+    times = f"{text.microseconds(duel[one])} | {text.microseconds(duel[other])}"
+    return f"{times}\n{duel['faster']} {text.ratio(max(duel['ratio'], 1 / duel['ratio']))}"
 
 
 def _regressions(rows: Sequence[Mapping[str, Any]]) -> Table:
