@@ -126,13 +126,27 @@ def _ascendc() -> Iterable[Case]:
             yield _delta(operator, 4096, 256, direction, **small)
 
 
+def _peers() -> Iterable[Case]:
+    """What this project and the libraries beside it are compared on: full buckets of even sequences."""
+    even: dict[str, Any] = {"layout": "even", "group": "peers"}
+    for direction in _BOTH:
+        for tokens, sequences in ((1024, 4), (4096, 1), (4096, 32), (8192, 1)):
+            yield _delta("gdn", tokens, sequences, direction, **even)
+        yield _delta("gdn", 8192, 1, direction, heads=4, value_heads=8, **even)
+        for tokens, sequences in ((512, 1), (1024, 4), (4096, 1), (4096, 32), (8192, 1)):
+            yield _delta("kda", tokens, sequences, direction, **even)
+        for tokens, sequences in ((1024, 4), (4096, 1), (4096, 32), (8192, 1)):
+            yield Case("conv", tokens, sequences, direction=direction, **even)
+
+
 def _full() -> Iterable[Case]:
-    for name in ("rfc", "heads", "lengths", "conv", "layers"):
+    for name in ("peers", "rfc", "heads", "lengths", "conv", "layers"):
         yield from PRESETS[name]()
 
 
 PRESETS: dict[str, Callable[[], Iterable[Case]]] = {
     "quick": _quick,
+    "peers": _peers,
     "rfc": _rfc,
     "heads": _heads,
     "lengths": _lengths,

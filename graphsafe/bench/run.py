@@ -29,7 +29,7 @@ from graphsafe.bench.floors import device_peaks, floor_us, work_of
 from graphsafe.bench.modes import Prepared, prepare, reason_of
 from graphsafe.bench.steps import Step, prepare_step
 from graphsafe.bench.timing import Protocol, Times, cache_flush, measure
-from graphsafe.bench.workloads import Tensors, Workload, workload_of
+from graphsafe.bench.workloads import Tensors, Workload, public_operator, workload_of
 from graphsafe.errors import error
 
 __all__ = ["Bench", "Progress"]
@@ -61,7 +61,13 @@ class Bench:
 
         named = [get_provider(name) for name in self.providers]
         self.environment = environment(self.runtime, self.protocol, [d for p in named for d in p.distributions])
-        self.environment["providers"] = {p.name: list(p.notes) for p in named}
+        self.environment["providers"] = {p.name: self._notes(p) for p in named}
+
+    def _notes(self, provider: Any) -> list[str]:
+        """What a reader of its figures must know: its notes, and the conversions that its adapter makes in each call."""
+        asked = dict.fromkeys(public_operator(case) for case in self.cases)
+        services = {name: provider.services[name] for name in asked if name in provider.services}
+        return [*provider.notes, *(f"{name}: {c}" for name, service in services.items() for c in service.conversions)]
 
     def run(self) -> dict[str, Any]:
         """Measure every case and return the report; after an interruption, of what was measured."""

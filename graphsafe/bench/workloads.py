@@ -22,10 +22,15 @@ import torch.nn.functional as F
 from graphsafe.bench.cases import Case
 from graphsafe.metadata import ChunkTables
 
-__all__ = ["Operand", "Tensors", "Workload", "workload_of"]
+__all__ = ["Operand", "Tensors", "Workload", "public_operator", "workload_of"]
 
 Tensors = dict[str, torch.Tensor]
 _PUBLIC = {"gdn": "chunk_gated_delta_rule", "kda": "chunk_kda", "conv": "causal_conv1d", "tables": "build_tables"}
+
+
+def public_operator(case: Case) -> str | None:
+    """The operator of a case whose providers can be compared; None for a layer or a step."""
+    return _PUBLIC.get(case.operator)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def test_presets_cover_what_they_promise() -> None:
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ArgumentError, match=r"no preset 'rcf'; there are quick, rfc"):
+    with pytest.raises(ArgumentError, match=r"no preset 'rcf'; there are quick, peers, rfc"):
         preset("rcf")
 
 

@@ -108,6 +108,13 @@ def test_every_kind_of_case_is_measured(case: Case) -> None:
     assert {"eager-live", "eager-fixed", "graph-replay", "graph-update-replay"} <= set(result["launches"])
 
 
+def test_conversions_of_an_adapter_are_part_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = Planted(lambda o: o, conversions=("beta is read on the host",))
+    monkeypatch.setitem(registry._providers, "planted", planted)
+    noted = bench(small(), TABLES, providers=("planted", "graphsafe")).environment["providers"]
+    assert noted == {"planted": ["chunk_gated_delta_rule: beta is read on the host"], "graphsafe": []}
+
+
 def test_a_planted_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._providers, "planted", Planted(lambda o: o * 1.01))
     ours, planted = bench(small(), providers=("graphsafe", "planted")).run()["results"]
