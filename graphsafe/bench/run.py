@@ -64,7 +64,7 @@ class Bench:
         self.environment["providers"] = {p.name: self._notes(p) for p in named}
 
     def _notes(self, provider: Any) -> list[str]:
-        """What a reader of its figures must know: its notes, and the conversions that its adapter makes in each call."""
+        """What a reader of its figures must know: its notes, and the conversions that its adapter makes."""
         asked = dict.fromkeys(public_operator(case) for case in self.cases)
         services = {name: provider.services[name] for name in asked if name in provider.services}
         return [*provider.notes, *(f"{name}: {c}" for name, service in services.items() for c in service.conversions)]
