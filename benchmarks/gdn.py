@@ -48,11 +48,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "prepare freely": {"prepare_registers": 0},
     "prepare 128": {"prepare_registers": 128},
     "prepare 160": {"prepare_registers": 160},
-    "apart": {"overlap": False},
+    "apart": {"overlap": 0},
+    "at the end": {"overlap": 1},
+    "early": {"overlap": 2},
     "finish": {"counted": False},
     "gather 32": {"gather_rows": 32},
     "gather 64": {"gather_rows": 64},
     "uncut": {"span": 0, "reverse_span": 0},
+    "unsliced": {"slice_span": 0, "keep_states": False},
 }  # fmt: skip
 TOUCHED = {
     "shipped": ("tables", "prepare", "cut", "chain", "reverse", "gradients", "finish"),
@@ -60,14 +63,18 @@ TOUCHED = {
     "prepare freely": ("prepare",),
     "prepare 128": ("prepare",),
     "prepare 160": ("prepare",),
-    "apart": (),
+    "apart": ("prepare",),
+    "at the end": (),
+    "early": (),
+    "prepare by pointers": ("prepare",),
     "finish": ("gradients", "finish"),
     "gather 32": ("gradients",),
     "gather 64": ("gradients",),
-    "uncut": ("chain", "reverse"),
+    "uncut": ("chain",),
+    "unsliced": ("chain", "reverse"),
 }
 """The parts that a variant changes; chain and reverse where nothing is said."""
-WHOLE = ("shipped", "apart", "finish", "uncut", "recompute", "keep")
+WHOLE = ("shipped", "unsliced", "apart", "at the end", "early", "finish", "uncut", "recompute", "keep")
 """The variants timed as whole operators."""
 NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0")
 
@@ -215,18 +222,34 @@ def parts(case: Case) -> dict[str, Callable[[], Any]]:
         prepared = prepared._replace(**launch._state_buffers(problem, tables, c, x.q))
     prepared = launch.segment_states(problem, tables, c, x, prepared)
     launch.chain(problem, tables, c, x, prepared, o, ht)
-    full, dstates, dw, counters, _ = launch.reverse_chain(problem, tables, c, x, prepared, case.do, None)
-    dq, dk, *_ = launch.gradients(problem, tables, c, x, full, case.do, dstates, dw, counters)
-    cut = {"cut": lambda: launch.segment_states(problem, tables, c, x, prepared)}
-    return {
+    full = prepared
+    if full.states is None:
+        full = full._replace(**launch._state_buffers(problem, tables, c, x.q))
+    w = launch.work(problem, tables, c, x, full.states)
+    common = (problem, tables, c, x, full, case.do)
+
+    def reverse() -> None:
+        if c.slice_span:
+            launch.sliced(*common, None, w)
+            return
+        launch.segment_gradients(*common, None, w)
+        launch.chains(*common, None, w, recompute=prepared.states is None)
+
+    reverse()
+    steps = {
         "tables": lambda: build_tables(case.cu, tokens, 64),
         "prepare": lambda: launch.prepare(problem, tables, c, x, o),
-        **(cut if c.span else {}),
+        "cut": lambda: launch.segment_states(problem, tables, c, x, prepared),
         "chain": lambda: launch.chain(problem, tables, c, x, prepared, o, ht),
-        "reverse": lambda: launch.reverse_chain(problem, tables, c, x, prepared, case.do, None),
-        "gradients": lambda: launch.gradients(problem, tables, c, x, full, case.do, dstates, dw, counters),
-        **({} if c.counted or heads == hv else {"finish": lambda: launch.finish(problem, tables, c, x, dq, dk, None)}),
+        "reverse": reverse,
+        "gradients": lambda: launch.gradients(*common, w),
+        "finish": lambda: launch.finish(problem, tables, c, x, w),
     }
+    if not c.span:
+        del steps["cut"]
+    if c.counted or heads == hv:
+        del steps["finish"]
+    return steps
 
 
 def peer(name: str) -> Callable[..., Any]:

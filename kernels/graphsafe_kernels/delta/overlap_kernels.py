@@ -23,7 +23,9 @@ __all__ = ["AVAILABLE", "follow"]
 
 @triton.jit
 def follow(OVERLAP: tl.constexpr):
-    """Let the next launch's programs come, and wait until everything before this launch is done and visible."""
-    if OVERLAP:
+    """Wait until everything before this launch is done and visible. OVERLAP 2: first let the next launch's programs
+    come, 1: they come when this launch's are done, 0: the launch is an ordinary one."""
+    if OVERLAP == 2:
         gdc_launch_dependents()
+    if OVERLAP > 0:
         gdc_wait()

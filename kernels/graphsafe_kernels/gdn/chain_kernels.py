@@ -74,11 +74,11 @@ def forward_chain(
 
 
 @triton.jit
-def clear_counters(counters, slots, H: tl.constexpr):
-    """Write zero to one head's counters of so many slots."""
+def clear_counters(counters, first, end, H: tl.constexpr):
+    """Write zero to one head's counters of slots [first, end)."""
     i = tl.arange(0, 128)
-    for first in tl.range(0, slots, 128):
-        tl.store(counters + (first + i) * H, tl.zeros([128], tl.int32), mask=first + i < slots)
+    for slot in tl.range(first, end, 128):
+        tl.store(counters + (slot + i) * H, tl.zeros([128], tl.int32), mask=slot + i < end)
 
 
 @triton.jit
@@ -89,13 +89,19 @@ def reverse_chain(
     cu_seqlens, chunk_offsets, T, NT, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr, COUNTED: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr, SLICED: tl.constexpr, COUNTED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The reverse chain of one sequence, segment, value head and block of V columns."""
     start, length, slot = locate_sequence(n, cu_seqlens, chunk_offsets, T, NT, PACKED)
     if COUNTED:
-        if (segment == 0) & (i_v == 0) & (hv % (HV // H) == 0):
-            clear_counters(counters + slot.to(tl.int64) * H + hv // (HV // H), tl.cdiv(length, BT), H)
+        if (i_v == 0) & (hv % (HV // H) == 0):
+            total = tl.cdiv(length, BT)
+            first = 0
+            if SEGMENTS > 1:
+                first = segment * span
+                total = tl.minimum(total, first + span)
+            clear_counters(counters + slot.to(tl.int64) * H + hv // (HV // H), first, total, H)
     at, mask = state_offsets(i_v, K, V, BK, BV, V_FIRST)
     base = (n.to(tl.int64) * HV + hv) * (K * V)
     chunks = length // BT if TILES else tl.cdiv(length, BT)
@@ -113,7 +119,7 @@ def reverse_chain(
         rest &= chunks // span == segment
         last = tl.maximum(length - 1, 0) // BT // span
         D = segment_gradient(segment, last, n, hv, at, mask & (segment <= last), dfinal_state, dends, transitions,
-                             transitions_tiles, HV, K, V, BK, FINAL, TILES, SEGMENTS, PRECISION)  # fmt: skip
+                             transitions_tiles, HV, K, V, BK, FINAL, TILES, SEGMENTS, SLICED, PRECISION)  # fmt: skip
     if TILES:
         if rest:
             D = reverse_step(
@@ -128,6 +134,10 @@ def reverse_chain(
             dstates, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles, H, HV, K, V, BT, BK,
             BV, True, TILES, TILES, PRECISION,
         )  # fmt: skip
+    if SLICED:
+        if (segment > 0) & (segment <= tl.maximum(length - 1, 0) // BT // span):
+            ends = (n.to(tl.int64) * (SEGMENTS - 1) + segment - 1) * HV + hv
+            tl.store(dends + ends * (K * V) + at, D, mask=mask)
     if INITIAL:
         if segment == 0:
             tl.store(dinitial_state + base + at, D, mask=mask)
@@ -162,23 +172,25 @@ def forward_chain_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "span"])
+@triton.jit(do_not_specialize=["T", "N", "NT", "span", "part"])
 def backward_chains_kernel(
     q, k, v, do, correction, scores, vectors, decay, states, residuals, dstates, dw,
     initial_state, dfinal_state, dinitial_state, counters, ends, transitions, dends,
     q_tiles, k_tiles, v_tiles, do_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles, dstates_tiles,
-    transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span,
+    transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span, part,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
     RECOMPUTE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, STATE_STAGES: tl.constexpr,
-    SEGMENTS: tl.constexpr, COUNTED: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    SEGMENTS: tl.constexpr, SLICED: tl.constexpr, COUNTED: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Both chains of the backward in one launch: the reverse chain, and with RECOMPUTE the state chain beside it.
 
     Grid: (RECOMPUTE + 1) programs per sequence, segment, value head and block. Writes dstates (the gradient of the
     state behind each chunk, laid out like states), dw ``[tokens, HV, V]``, dinitial_state, and with RECOMPUTE the
     states before each chunk and the residuals, as :func:`forward_chain_kernel` does. With COUNTED the ``counters`` of
-    live slots become zero.
+    live slots become zero. SLICED: only segment ``part``, after the later ones, whose last launch left the gradient
+    behind it in ``dends``.
     """
     follow(OVERLAP)
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
@@ -191,14 +203,18 @@ def backward_chains_kernel(
         task = task // 2
     hv = task % HV
     task = task // HV
-    segment = task % SEGMENTS
-    n = task // SEGMENTS
+    if SLICED:
+        segment = part
+        n = task
+    else:
+        segment = task % SEGMENTS
+        n = task // SEGMENTS
     if reverse:
         reverse_chain(
             n, segment, hv, i_v, q, k, do, correction, scores, vectors, decay, dw, dstates, dfinal_state,
             dinitial_state, counters, dends, transitions, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles,
             dstates_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, H, HV, K, V, BT, BK, BV, PACKED,
-            INITIAL, FINAL, V_FIRST, TILES, STAGES, SEGMENTS, COUNTED, PRECISION,
+            INITIAL, FINAL, V_FIRST, TILES, STAGES, SEGMENTS, SLICED, COUNTED, PRECISION,
         )  # fmt: skip
     else:
         forward_chain(

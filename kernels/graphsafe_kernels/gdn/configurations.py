@@ -60,7 +60,8 @@ class Configuration:
     state_tiles: bool
     span: int  # chunks of a segment in the forward; 0: sequences are not cut
     reverse_span: int  # the same in the backward; 0 or span
-    overlap: bool
+    slice_span: int  # chunks of the earlier of two slices of a backward, or 0; not with reverse_span
+    overlap: int  # see overlap_kernels
 
 
 def _power(n: int) -> int:
@@ -110,6 +111,9 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
     # Three stages hide the latency of a lone chain; two let two programs share a multiprocessor.
     stages = 3 if tiles else 1 if wide else 2
     span = _span(problem.chunks, programs)
+    # A lone sequence of many heads leaves half the multiprocessors to the gradients of its later half.
+    lone = span > 0 and 4 * programs > MULTIPROCESSORS
+    slice_span = -(-problem.chunks // 2) if lone and problem.sequences == 1 and capability >= 90 else 0
     gradient_stages = 3 if state_tiles and key <= 128 else 1
     return Configuration(
         key_block=key,
@@ -134,15 +138,17 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         counted=True,
         # The backward's state chain is free where it fits beside the reverse chain; where it would not, the forward
         # keeps its states: about 0.75 KiB a token and value head at K = V = 128 in bf16.
-        keep_states=2 * programs > MULTIPROCESSORS,
+        keep_states=2 * programs > MULTIPROCESSORS or slice_span > 0 or (span > 0 and not lone),
         precision="tf32x3" if capability else "ieee",
         half_inverse=not wide,
         tiles=tiles,
         state_tiles=state_tiles,
         span=span,
         # A backward runs two chains a segment, so it needs twice the room.
-        reverse_span=span if 4 * programs <= MULTIPROCESSORS else 0,
-        overlap=capability >= 90 and AVAILABLE,
+        reverse_span=0 if lone else span,
+        slice_span=slice_span,
+        # Early programs of a chain would crowd on the first multiprocessors that are free.
+        overlap=(2 if programs > MULTIPROCESSORS else 1) if capability >= 90 and AVAILABLE else 0,
     )
 
 

@@ -4,13 +4,14 @@ Requirements
 ------------
 1. Grids and configurations follow from shapes, dtypes and the device alone, never from data.
 2. Forward: 2 launches, 3 where sequences are cut into segments. Backward: the chains, the gradients, and where gate
-   parameters are summed a third; with segments one more.
+   parameters are summed a third; with segments one more, with slices two more.
 3. Everything is allocated here, at each call, by the framework's allocator: inside a capture it belongs to the graph.
 4. Descriptors are used where the device has them and every tile is whole; else the same kernels load by pointers.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -119,8 +120,8 @@ def prepare_constants(p: Problem, c: Configuration, packed: bool, bias: bool) ->
     """Compile-time constants of :func:`prepare_kernel`."""
     inverse = "fp16" if c.half_inverse and p.qk_l2norm else "fp32"
     return {**_sizes(p), "BK": c.prepare_block, "BV": c.clear_block, "PACKED": packed, "L2NORM": p.qk_l2norm,
-            **_gates(p, bias), "INVERSE": inverse, "REFINE": p.beta_scale != 1.0, "OVERLAP": c.overlap,
-            "PRECISION": c.precision}  # fmt: skip
+            **_gates(p, bias), "TILES": c.tiles, "INVERSE": inverse, "REFINE": p.beta_scale != 1.0,
+            "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
 
 
 def chain_constants(p: Problem, c: Configuration, packed: bool, initial: bool, final: bool,
@@ -146,12 +147,13 @@ def segment_gradients_constants(p: Problem, c: Configuration, packed: bool, fina
             "SEGMENTS": segments(p, c.reverse_span), "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
 
 
-def reverse_constants(p: Problem, c: Configuration, packed: bool, initial: bool, final: bool,
-                      recompute: bool) -> dict[str, Any]:  # fmt: skip
+def reverse_constants(p: Problem, c: Configuration, packed: bool, initial: bool, final: bool, recompute: bool,
+                      sliced: bool) -> dict[str, Any]:  # fmt: skip
     """Compile-time constants of :func:`backward_chains_kernel`."""
     return {**_sizes(p), "BK": c.key_block, "BV": c.reverse_block, "PACKED": packed, "INITIAL": initial, "FINAL": final,
             "V_FIRST": p.state_v_first, "RECOMPUTE": recompute, "TILES": c.tiles, "STAGES": c.reverse_stages,
-            "STATE_STAGES": c.state_stages, "SEGMENTS": segments(p, c.reverse_span), "COUNTED": counted(p, c),
+            "STATE_STAGES": c.state_stages, "SLICED": sliced,
+            "SEGMENTS": segments(p, c.slice_span if sliced else c.reverse_span), "COUNTED": counted(p, c),
             "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
 
 
@@ -203,7 +205,9 @@ def prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, x: O
     if slots:
         prepare_kernel[(slots * hv,)](
             x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, prepared.correction, prepared.scores, prepared.vectors,
-            prepared.decay, o, *_boundaries(tables), problem.scale, problem.tokens, problem.sequences, problem.chunks,
+            prepared.decay, o, _tile(x.q, problem.heads * problem.key_width, (bt, c.key_block), c.tiles),
+            _tile(x.k, problem.heads * problem.key_width, (bt, c.key_block), c.tiles), *_boundaries(tables),
+            problem.scale, problem.tokens, problem.sequences, problem.chunks,
             **prepare_constants(problem, c, tables is not None, x.dt_bias is not None),
             **_options(c, c.prepare_warps, 1), **({"maxnreg": c.prepare_registers} if c.prepare_registers else {}),
         )  # fmt: skip
@@ -276,99 +280,143 @@ def _state_buffers(problem: Problem, tables: ChunkTables | None, c: Configuratio
             "residuals": q.new_empty(slots, hv, width, problem.chunk_size)}  # fmt: skip
 
 
+class Work(NamedTuple):
+    """What a backward writes: intermediates, then gradients. The parts of dq and dk per value head are the gradients
+    themselves where q has as many heads."""
+
+    dstates: torch.Tensor
+    counters: torch.Tensor | None
+    dends: torch.Tensor | None
+    gate_sums: torch.Tensor | None
+    dq_parts: torch.Tensor
+    dk_parts: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dg: torch.Tensor
+    dbeta: torch.Tensor
+    dinitial_state: torch.Tensor | None
+
+
+def work(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, states: torch.Tensor) -> Work:
+    """The memory of a backward."""
+    slots, hv, kw, vw = _slots(problem, tables), problem.value_heads, problem.key_width, problem.value_width
+    cuts = segments(problem, c.slice_span or c.reverse_span) - 1
+    parts = [x.q.new_empty(*x.v.shape[:3], kw) for _ in range(2)]
+    counts = counted(problem, c)
+    return Work(
+        torch.empty_like(states),
+        x.q.new_empty(slots, problem.heads, dtype=torch.int32) if counts else None,
+        x.q.new_empty(problem.sequences, cuts, hv, kw * vw, dtype=torch.float32) if cuts else None,
+        x.q.new_empty(slots, hv, 2, dtype=torch.float32) if problem.gate_in_kernel else None,
+        *parts, *((torch.empty_like(x.q), torch.empty_like(x.k)) if counts else parts),
+        torch.empty_like(x.v), torch.empty_like(x.g), torch.empty_like(x.beta),
+        None if x.initial_state is None else torch.empty_like(x.initial_state),
+    )  # fmt: skip
+
+
 def segment_gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
-                      do: torch.Tensor, dfinal_state: torch.Tensor | None) -> torch.Tensor | None:  # fmt: skip
+                      do: torch.Tensor, dfinal_state: torch.Tensor | None, w: Work) -> None:  # fmt: skip
     """Launch the gradients behind the segments, where sequences are cut."""
     cuts = segments(problem, c.reverse_span) - 1
     if not cuts:
-        return None
+        return
     bt, bk, bv, tiles = problem.chunk_size, c.key_block, c.reverse_block, c.tiles
     hv, kw, vw = problem.value_heads, problem.key_width, problem.value_width
-    dends = x.q.new_empty(problem.sequences, cuts, hv, kw * vw, dtype=torch.float32)
     constants = segment_gradients_constants(problem, c, tables is not None, dfinal_state is not None)
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
     segment_gradients_kernel[(problem.sequences * cuts * hv * triton.cdiv(vw, bv),)](
-        x.q, x.k, do, *prepared[:4], dfinal_state, dends,
+        x.q, x.k, do, *prepared[:4], dfinal_state, w.dends,
         _tile(x.q, problem.heads * kw, (bt, bk), tiles), _tile(x.k, problem.heads * kw, (bt, bk), tiles),
         _tile(do, hv * vw, (bt, bv), tiles), _tile(prepared.correction, bt, (bt, bt), tiles),
         _tile(prepared.scores, bt, (bt, bt), tiles), cu_seqlens, chunk_offsets, problem.tokens, problem.sequences,
         problem.chunks, c.reverse_span, **constants, **_options(c, c.reverse_warps, constants["STAGES"]),
     )  # fmt: skip
-    return dends
 
 
-def reverse_chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
-                  do: torch.Tensor, dfinal_state: torch.Tensor | None
-                  ) -> tuple[Prepared, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """Launch the backward's chains; (prepared with states, dstates, dw, counters, dinitial_state)."""
+def chains(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
+           do: torch.Tensor, dfinal_state: torch.Tensor | None, w: Work, *, recompute: bool,
+           part: int | None = None) -> None:  # fmt: skip
+    """Launch the backward's chains: all of them, or slice ``part`` of the reverse one, the last slice first."""
     bt, bk, bv, tiles = problem.chunk_size, c.key_block, c.reverse_block, c.tiles
     hv, kw, vw = problem.value_heads, problem.key_width, problem.value_width
-    recompute = prepared.states is None
-    if recompute:
-        prepared = prepared._replace(**_state_buffers(problem, tables, c, x.q))
-    dstates = torch.empty_like(prepared.states)
-    dw = torch.empty_like(x.v)
-    dinitial_state = None if x.initial_state is None else torch.empty_like(x.initial_state)
     constants = reverse_constants(problem, c, tables is not None, x.initial_state is not None,
-                                  dfinal_state is not None, recompute)  # fmt: skip
-    counters = None
-    if constants["COUNTED"]:
-        counters = x.q.new_empty(_slots(problem, tables), problem.heads, dtype=torch.int32)
-    dends = segment_gradients(problem, tables, c, x, prepared, do, dfinal_state)
+                                  dfinal_state is not None, recompute, part is not None)  # fmt: skip
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
-    programs = (1 + recompute) * problem.sequences * constants["SEGMENTS"] * hv * triton.cdiv(vw, bv)
+    programs = (1 + recompute) * problem.sequences * hv * triton.cdiv(vw, bv)
+    if part is None:
+        programs *= constants["SEGMENTS"]
     backward_chains_kernel[(programs,)](
-        x.q, x.k, x.v, do, *prepared[:6], dstates, dw, x.initial_state, dfinal_state, dinitial_state, counters,
-        prepared.ends, prepared.transitions, dends,
+        x.q, x.k, x.v, do, *prepared[:6], w.dstates, w.dv, x.initial_state, dfinal_state, w.dinitial_state, w.counters,
+        prepared.ends, prepared.transitions, w.dends,
         _tile(x.q, problem.heads * kw, (bt, bk), tiles), _tile(x.k, problem.heads * kw, (bt, bk), tiles),
         _tile(x.v, hv * vw, (bt, bv), tiles), _tile(do, hv * vw, (bt, bv), tiles),
         _tile(prepared.correction, bt, (bt, bt), tiles), _tile(prepared.scores, bt, (bt, bt), tiles),
         _tile(prepared.states, bk, (bv, bk), tiles), _tile(prepared.residuals, bt, (bv, bt), tiles),
-        _tile(dstates, bk, (bv, bk), tiles), _tile(prepared.transitions, bk, (bk, bk), tiles), cu_seqlens,
-        chunk_offsets, problem.tokens, problem.sequences, problem.chunks, c.reverse_span, **constants,
-        **_options(c, c.reverse_warps, c.reverse_stages),
+        _tile(w.dstates, bk, (bv, bk), tiles), _tile(prepared.transitions, bk, (bk, bk), tiles), cu_seqlens,
+        chunk_offsets, problem.tokens, problem.sequences, problem.chunks, c.slice_span or c.reverse_span, part or 0,
+        **constants, **_options(c, c.reverse_warps, c.reverse_stages),
     )  # fmt: skip
-    return prepared, dstates, dw, counters, dinitial_state
 
 
 def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
-              do: torch.Tensor, dstates: torch.Tensor, dw: torch.Tensor, counters: torch.Tensor | None
-              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Launch the parallel half; (dq, dk, dg, dbeta, gate_sums), dq and dk per value head if ``finish`` is to sum them.
-    ``dw`` becomes dv."""
-    slots, hv, kw = _slots(problem, tables), problem.value_heads, problem.key_width
+              do: torch.Tensor, w: Work, first: int = 0, slots: int | None = None) -> None:  # fmt: skip
+    """Launch the parallel half, of all slots or of so many from the first one on. What was dw in dv becomes dv."""
     block = (c.gradient_value_block, c.gradient_key_block)
-    parts = [x.q.new_empty(*x.v.shape[:3], kw) for _ in range(2)]
-    dq, dk = (torch.empty_like(x.q), torch.empty_like(x.k)) if counters is not None else parts
-    dg, dbeta = torch.empty_like(x.g), torch.empty_like(x.beta)
-    gate_sums = x.q.new_empty(slots, hv, 2, dtype=torch.float32) if problem.gate_in_kernel else None
+    slots = _slots(problem, tables) if slots is None else slots
     if slots:
-        gradients_kernel[(slots * hv,)](
-            x.q, x.k, do, dw, x.g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
-            dstates, prepared.residuals, *parts, dq, dk, dg, dbeta, gate_sums, counters,
+        gradients_kernel[(slots * problem.value_heads,)](
+            x.q, x.k, do, w.dv, x.g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
+            w.dstates, prepared.residuals, w.dq_parts, w.dk_parts, w.dq, w.dk, w.dg, w.dbeta, w.gate_sums, w.counters,
             _tile(prepared.states, c.key_block, block, c.state_tiles),
-            _tile(dstates, c.key_block, block, c.state_tiles), *_boundaries(tables), problem.scale, problem.tokens,
-            problem.sequences, problem.chunks,
+            _tile(w.dstates, c.key_block, block, c.state_tiles), *_boundaries(tables), problem.scale, problem.tokens,
+            problem.sequences, problem.chunks, first,
             **gradients_constants(problem, c, tables is not None, x.dt_bias is not None),
             **_options(c, c.gradient_warps, c.gradient_stages),
         )  # fmt: skip
-    return dq, dk, dg, dbeta, gate_sums
 
 
-def finish(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, dq_parts: torch.Tensor,
-           dk_parts: torch.Tensor, gate_sums: torch.Tensor | None
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """A stream for what runs beside the current one: of high priority, because the rest waits for it."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def sliced(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
+           do: torch.Tensor, dfinal_state: torch.Tensor | None, w: Work) -> None:  # fmt: skip
+    """One sequence in two slices: the gradients of the later one run beside the chain of the earlier one.
+
+    The streams meet again before this returns, so memory and captures see one stream.
+    """
+    slots = _slots(problem, tables)
+    run = functools.partial(chains, problem, tables, c, x, prepared, do, dfinal_state, w, recompute=False)
+    run(part=1)
+    if x.q.device.type == "cuda":
+        here, beside = torch.cuda.current_stream(), _beside(x.q.device)
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            run(part=0)
+        gradients(problem, tables, c, x, prepared, do, w, c.slice_span, slots - c.slice_span)
+        here.wait_stream(beside)
+    else:
+        run(part=0)
+        gradients(problem, tables, c, x, prepared, do, w, c.slice_span, slots - c.slice_span)
+    gradients(problem, tables, c, x, prepared, do, w, 0, c.slice_span)
+
+
+def finish(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, w: Work
            ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Launch the last sums, where there are any; (dq, dk, dA_log, ddt_bias)."""
     dA_log = None if x.A_log is None else torch.empty_like(x.A_log)
     ddt_bias = None if x.dt_bias is None else torch.empty_like(x.dt_bias)
     parts = problem.value_heads != problem.heads and not c.counted
-    dq, dk = (torch.empty_like(x.q), torch.empty_like(x.k)) if parts else (dq_parts, dk_parts)
+    dq, dk = (torch.empty_like(x.q), torch.empty_like(x.k)) if parts else (w.dq, w.dk)
     row_programs = triton.cdiv(problem.rows * problem.heads, c.finish_rows) if parts else 0
     programs = 2 * row_programs + problem.value_heads * problem.gate_in_kernel
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
     if programs:
         finish_kernel[(programs,)](
-            x.q, x.k, dq_parts, dk_parts, dq, dk, gate_sums, dA_log, ddt_bias, cu_seqlens, chunk_offsets,
+            x.q, x.k, w.dq_parts, w.dk_parts, dq, dk, w.gate_sums, dA_log, ddt_bias, cu_seqlens, chunk_offsets,
             problem.rows, problem.sequences, _slots(problem, tables), row_programs,
             **finish_constants(problem, c, tables is not None, x.dt_bias is not None), **_options(c, 4, 1),
         )  # fmt: skip
@@ -379,7 +427,15 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, prepared
              dfinal_state: torch.Tensor | None) -> Gradients:  # fmt: skip
     """The gradients of every input from those of o and, where it was returned, the final state. All contiguous."""
     c = configuration(problem, x.q.device, x.q.dtype)
-    prepared, dstates, dv, counters, dinitial_state = reverse_chain(problem, tables, c, x, prepared, do, dfinal_state)
-    dq, dk, dg, dbeta, gate_sums = gradients(problem, tables, c, x, prepared, do, dstates, dv, counters)
-    dq, dk, dA_log, ddt_bias = finish(problem, tables, c, x, dq, dk, gate_sums)
-    return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial_state)
+    recompute = prepared.states is None
+    if recompute:
+        prepared = prepared._replace(**_state_buffers(problem, tables, c, x.q))
+    w = work(problem, tables, c, x, prepared.states)
+    if c.slice_span and not recompute:
+        sliced(problem, tables, c, x, prepared, do, dfinal_state, w)
+    else:
+        segment_gradients(problem, tables, c, x, prepared, do, dfinal_state, w)
+        chains(problem, tables, c, x, prepared, do, dfinal_state, w, recompute=recompute)
+        gradients(problem, tables, c, x, prepared, do, w)
+    dq, dk, dA_log, ddt_bias = finish(problem, tables, c, x, w)
+    return Gradients(dq, dk, w.dv, w.dg, w.dbeta, dA_log, ddt_bias, w.dinitial_state)

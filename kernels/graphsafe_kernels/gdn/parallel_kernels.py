@@ -21,9 +21,9 @@ Requirements
 2. Nothing is divided by beta.
 3. Rows beyond the sequence's end are masked as they are loaded. A sentinel slot reads no operand and clears its share
    of the padding rows of the gradients.
-4. Where several value heads share a q/k head, dq^ and dk^ are parts. With COUNTED, a counter tells the program that is
-   the last of its slot and q/k head to have stored its part, and that one sums and projects them; else ``finish_kernel``
-   does. Orders of sums are fixed, whoever sums. Gate parameters get one partial sum per slot and head.
+4. Where several value heads share a q/k head, dq^ and dk^ are parts. With COUNTED, a counter tells the last program of
+   a slot and q/k head that all parts are stored, and that one sums and projects them; else ``finish_kernel`` does.
+   Orders of sums are fixed, whoever sums. Gate parameters get one partial sum per slot and head.
 """
 
 # ruff: noqa: SIM102  (a compile-time condition and a run-time one do not combine in a kernel)
@@ -38,9 +38,9 @@ from graphsafe_kernels.gdn.prepare_kernels import VECTORS
 
 @triton.jit
 def clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-                    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Write zero to padding rows of one value head's gradients; with KEYS those of the q/k head that it is the first
-    of."""
+                    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                    KEYS: tl.constexpr):  # fmt: skip
+    """Write zero to padding rows of one value head's gradients, with KEYS also of the q/k head whose first it is."""
     for column in tl.static_range(0, V, BV):
         clear_rows(dv + hv * V, first, end, HV * V, column, V, BT, BV)
     clear_rows(dg + hv, first, end, HV, 0, 1, BT, 1)
@@ -97,28 +97,28 @@ def gather(x, parts, out, rows, H: tl.constexpr, HV: tl.constexpr, K: tl.constex
         tl.store(out + at, d.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
+@triton.jit(do_not_specialize=["scale", "T", "N", "NT", "first_slot"])
 def gradients_kernel(
     q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq_parts, dk_parts, dq, dk, dg,
     dbeta, gate_sums, counters, states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale,
-    T, N, NT,
+    T, N, NT, first_slot,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KEY: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
     COUNTED: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per slot and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and becomes dv; parts
-    ``[tokens, HV, K]`` of dq and dk ``[tokens, H, K]``, the same memory where H is HV; dg, dbeta ``[tokens, HV]`` for
-    the raw inputs; gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE; counters ``[slots, H]`` int32, zero
-    for live slots, with COUNTED. States have V and K rounded up to whole blocks."""
+    """One program per slot from first_slot on and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and
+    becomes dv; parts ``[tokens, HV, K]`` of dq and dk ``[tokens, H, K]``, the same memory where H is HV; dg, dbeta
+    ``[tokens, HV]`` for the raw inputs; gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE; counters
+    ``[slots, H]`` int32, zero for live slots, with COUNTED. States have V and K rounded up to whole blocks."""
     KEYS: tl.constexpr = COUNTED or H == HV
     DT: tl.constexpr = k.dtype.element_ty
     KEEP: tl.constexpr = BV >= V
     STATE_ROWS: tl.constexpr = (V + BV - 1) // BV * BV
-    KEY_BLOCK: tl.constexpr = min(KEY, 128)
+    KEY_BLOCK: tl.constexpr = KEY if KEY < 128 else 128  # min() is no constant in Triton 3.2
     follow(OVERLAP)
     pid = tl.program_id(0)
-    slot = pid // HV
+    slot = first_slot + pid // HV
     hv = pid % HV
     if PACKED:
         if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:

@@ -11,7 +11,8 @@ inverse norms of q and k (1 without l2norm):
 Requirements
 ------------
 1. Normalised q and k are never formed: the norms are row factors of products.
-2. Rows beyond a sequence's end are masked as they are loaded; their rows and columns of N and P, and their b, are zero.
+2. Rows beyond a sequence's end meet no other row's numbers: with descriptors they are loaded, and what products make of
+   them is dropped by selection. Their rows and columns of N and P, and their b, are zero.
 3. The gate enters as 2^(G_i - G_j) with i >= j only, before the triangular system is solved, so that strong gates make
    it easier and never overflow.
 4. A sentinel slot reads no operand and clears its share of the padding rows of the output.
@@ -33,6 +34,13 @@ VECTORS: tl.constexpr = tl.constexpr(7)
 
 
 @triton.jit
+def diagonal(X):
+    """The diagonal of a square tile."""
+    i = tl.arange(0, X.shape[0])
+    return tl.sum(tl.where(i[:, None] == i[None, :], X, 0.0), 1)
+
+
+@triton.jit
 def key_products(k, base, m, G, rk, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
     """C of one chunk; entries above the diagonal are zero."""
     i = tl.arange(0, BT)
@@ -47,11 +55,11 @@ def key_products(k, base, m, G, rk, K: tl.constexpr, BT: tl.constexpr, BK: tl.co
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
 def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, correction, scores, vectors, decay, o, cu_seqlens, chunk_indices, chunk_offsets,
-    scale, T, N, NT,
+    q, k, g, beta, A_log, dt_bias, correction, scores, vectors, decay, o, q_tiles, k_tiles, cu_seqlens, chunk_indices,
+    chunk_offsets, scale, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    SIGMOID: tl.constexpr, FACTOR: tl.constexpr, INVERSE: tl.constexpr, REFINE: tl.constexpr,
+    SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, INVERSE: tl.constexpr, REFINE: tl.constexpr,
     OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per slot and value head, heads fastest. q, k ``[tokens, H, K]``; g, beta ``[tokens, HV]``;
@@ -72,29 +80,37 @@ def prepare_kernel(
     hq = hv // (HV // H)
     i = tl.arange(0, BT)
     m = i < rows
-    low = i[:, None] >= i[None, :]
     gate = tl.load(g + row * HV + hv + i * HV, mask=m, other=0.0).to(tl.float32)
     b = tl.load(beta + row * HV + hv + i * HV, mask=m, other=0.0)
-    QK = tl.zeros([BT, BT], tl.float32)
-    KK = tl.zeros([BT, BT], tl.float32)
-    qq = tl.zeros([BT], tl.float32)
+    if TILES:
+        kt = k_tiles.load([row.to(tl.int32), hq * K])
+        qt = q_tiles.load([row.to(tl.int32), hq * K])
+        KK = tl.dot(kt, tl.trans(kt), input_precision=PRECISION)
+        QK = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
+        if L2NORM:
+            # Sums of squares as a product's diagonal: the tile need not pass through registers.
+            qq = diagonal(tl.dot(qt, tl.trans(qt), input_precision=PRECISION))
     # Scalar bases are 64-bit, offsets inside a tile 32-bit: half the registers for addresses.
     k += row * (H * K) + hq * K
     q += row * (H * K) + hq * K
     base = i[:, None] * (H * K)
-    for column in tl.static_range(0, K, BK):
-        j = column + tl.arange(0, BK)
-        mask = m[:, None] & (j < K)[None, :]
-        kt = tl.load(k + base + j[None, :], mask=mask, other=0.0)
-        qt = tl.load(q + base + j[None, :], mask=mask, other=0.0)
-        QK = tl.dot(qt, tl.trans(kt), QK, input_precision=PRECISION)
-        KK = tl.dot(kt, tl.trans(kt), KK, input_precision=PRECISION)
-        if L2NORM:
-            qf = qt.to(tl.float32)
-            qq += tl.sum(qf * qf, 1)
+    if not TILES:
+        QK = tl.zeros([BT, BT], tl.float32)
+        KK = tl.zeros([BT, BT], tl.float32)
+        qq = tl.zeros([BT], tl.float32)
+        for column in tl.static_range(0, K, BK):
+            j = column + tl.arange(0, BK)
+            mask = m[:, None] & (j < K)[None, :]
+            kt = tl.load(k + base + j[None, :], mask=mask, other=0.0)
+            qt = tl.load(q + base + j[None, :], mask=mask, other=0.0)
+            QK = tl.dot(qt, tl.trans(kt), QK, input_precision=PRECISION)
+            KK = tl.dot(kt, tl.trans(kt), KK, input_precision=PRECISION)
+            if L2NORM:
+                qf = qt.to(tl.float32)
+                qq += tl.sum(qf * qf, 1)
     if L2NORM:
-        rk = tl.rsqrt(tl.sum(tl.where(i[:, None] == i[None, :], KK, 0.0), 1) + 1e-6)
-        rq = tl.rsqrt(qq + 1e-6)
+        rk = tl.where(m, tl.rsqrt(diagonal(KK) + 1e-6), 1.0)
+        rq = tl.where(m, tl.rsqrt(qq + 1e-6), 1.0)
     else:
         rk = tl.full([BT], 1.0, tl.float32)
         rq = tl.full([BT], 1.0, tl.float32)
@@ -117,10 +133,11 @@ def prepare_kernel(
     tl.store(vec + 5 * BT, rk)
     tl.store(vec + 6 * BT, rq)
     tl.store(decay + at, tl.exp2(last))
-    between = tl.exp2(tl.where(low, G[:, None] - G[None, :], -float("inf")))
-    P = QK * between * (rq * scale)[:, None] * rk[None, :]
+    between = tl.exp2(G[:, None] - G[None, :])  # above the diagonal anything, infinity too
+    low = (i[:, None] >= i[None, :]) & m[:, None]
+    P = tl.where(low, QK * between * (rq * scale)[:, None] * rk[None, :], 0.0)
     tl.store(scores + tile, P.to(scores.dtype.element_ty))
-    C = KK * between * rk[:, None] * rk[None, :]
+    C = tl.where(low, KK * between * rk[:, None] * rk[None, :], 0.0)
     X = correction_tile(C, b, BT, tl.float16 if INVERSE == "fp16" else tl.float32, PRECISION)
     tl.store(correction + tile, X.to(correction.dtype.element_ty))
     if REFINE and INVERSE == "fp16":

@@ -19,7 +19,8 @@ from graphsafe_kernels.shipped import Shipped, pointer
 
 __all__ = ["shipped"]
 
-_SCALARS = {"scale": "fp32", **dict.fromkeys(("T", "N", "NT", "span", "slots", "row_programs"), "i32")}
+_INTEGERS = ("T", "N", "NT", "span", "part", "first_slot", "slots", "row_programs")
+_SCALARS = {"scale": "fp32", **dict.fromkeys(_INTEGERS, "i32")}
 _TABLES = {"cu_seqlens": "*i32", "chunk_indices": "*i32", "chunk_offsets": "*i32"}
 
 
@@ -79,7 +80,8 @@ def _kernels(p: launch.Problem, c: Configuration, dtype: torch.dtype, full: bool
         here = {parameter: types.get(parameter) for parameter in kernel.arg_names if parameter not in constants}
         return Shipped(kernel, name, here, constants, warps, stages)
 
-    yield entry(launch.prepare_kernel, common, launch.prepare_constants(p, c, True, full), c.prepare_warps, 1)
+    constants = launch.prepare_constants(p, c, True, full)
+    yield entry(launch.prepare_kernel, {**common, **token_tiles}, constants, c.prepare_warps, 1)
     if c.span:
         constants = launch.segment_states_constants(p, c, True, full)
         types = {**common, **token_tiles, **cut(c.span)}
@@ -93,8 +95,9 @@ def _kernels(p: launch.Problem, c: Configuration, dtype: torch.dtype, full: bool
         types = {**common, **token_tiles, **(kept | kept_tiles if save else {}), **cut(c.span)}
         yield entry(launch.forward_chain_kernel, types, constants, c.chain_warps, constants["STAGES"])
     for recompute in (False, True):
-        constants = launch.reverse_constants(p, c, True, full, full, recompute)
-        types = {**common, **kept, **token_tiles, **kept_tiles, **cut(c.reverse_span)}
+        sliced = c.slice_span > 0 and not recompute
+        constants = launch.reverse_constants(p, c, True, full, full, recompute, sliced)
+        types = {**common, **kept, **token_tiles, **kept_tiles, **cut(c.slice_span if sliced else c.reverse_span)}
         yield entry(launch.backward_chains_kernel, types, constants, c.reverse_warps, c.reverse_stages)
     if capability != 80 and not (bt == 32 and capability == 90):
         constants = launch.gradients_constants(p, c, True, full)
