@@ -1,7 +1,7 @@
 """Checks KDA's kernels against fp64 and times them on one GPU, next to flash-linear-attention where it is installed.
 
     python benchmarks/kda.py --json kda.json                  # checks, kernels one by one, replays of every shape
-    python benchmarks/kda.py --sections check,kernels --shape 4096x32 --vary gradient_block=16,32
+    python benchmarks/kda.py --sections check,kernels --shape 4096x32 --vary gradient_warps=4,8
 
 Sections: stages (what the preparation writes, against fp64: a miscompiled kernel shows here first), check, kernels,
 replay, eager (the operator called eagerly at the batch's own size, waited for after each call).
@@ -38,7 +38,6 @@ from graphsafe_kernels.tables import build_tables
 
 try:
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
-    os.environ.setdefault("FLA_CACHE_RESULTS", "0")  # its choices are made here, not read from a disk
     from fla.ops.kda import chunk_kda as fla_chunk_kda
 except ImportError:
     fla_chunk_kda = None
@@ -319,6 +318,8 @@ def main() -> None:
     parser.add_argument("--gates", default="safe,unsafe")
     parser.add_argument("--vary", action="append", default=[])
     parser.add_argument("--warm", type=int, default=0, help="processes that compile the variants beforehand")
+    parser.add_argument("--warm-peer", action="store_true", help="compile the peer's choices beforehand too")
+    parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json")
     args = parser.parse_args()
     began = time.time()
@@ -340,9 +341,11 @@ def main() -> None:
         work = [({}, s, n, h) for h in all_heads for s in gates for n in sorted({n for _, n in shapes}) if timed]
         work += [({}, s, n, h) for s in gates for n, h in ((3, 2), (4, 32)) if not timed]
         work += [(c, gates[0], shapes[0][1], h) for c in chosen[1:] for h in (all_heads if timed else (2, 4))]
+        if args.warm_peer:
+            os.environ["FLA_CACHE_RESULTS"] = "0"  # of the processes below: nothing they measure is worth keeping
         with multiprocessing.get_context("spawn").Pool(args.warm, maxtasksperchild=1) as pool:
             found = [pool.apply_async(warm, w) for w in work]
-            if fla_chunk_kda is not None and args.sections != "kernels":
+            if fla_chunk_kda is not None and args.warm_peer:
                 heads = (all_heads if timed else []) + ([32] if "check" in args.sections else [])
                 turns = itertools.product(heads, gates, range(args.warm))
                 found += [pool.apply_async(warm_peer, (r, args.warm, s, h)) for h, s, r in turns]
@@ -361,7 +364,7 @@ def main() -> None:
             case = Case(1024, 4, 32, safe=safe, inputs=inputs)
             want = case.exact()
             emit(section="check", inputs=f"{inputs} safe={safe}", errors=errors(case.both(case.leaves()), want))
-            if fla_chunk_kda is not None:
+            if fla_chunk_kda is not None and args.peer:
                 emit(section="check", inputs=f"{inputs} safe={safe} fla", errors=errors(case.peer(case.leaves()), want))
         for choices in chosen[1:]:
             with_choices(choices)
@@ -382,7 +385,7 @@ def main() -> None:
             leaves = case.leaves()
             arms = {"forward": functools.partial(case.forward, case.operands),
                     "both": functools.partial(case.both, leaves)}  # fmt: skip
-            if fla_chunk_kda is not None:
+            if fla_chunk_kda is not None and args.peer:
                 arms["fla forward"] = functools.partial(case.peer_forward, case.operands)
                 arms["fla both"] = functools.partial(case.peer, leaves)
             emit(section="replay", shape=f"{tokens}x{sequences} H {heads} safe={safe}", us=replay_times(arms))
@@ -393,7 +396,7 @@ def main() -> None:
             leaves = case.leaves()
             calls = {"forward": without_gradients(functools.partial(case.public, case.operands)),
                      "both": functools.partial(case.public_both, leaves)}  # fmt: skip
-            if fla_chunk_kda is not None:
+            if fla_chunk_kda is not None and args.peer:
                 calls["fla forward"] = without_gradients(functools.partial(case.peer_forward, case.operands, False))
                 calls["fla both"] = functools.partial(case.peer, leaves, False)
             emit(section="eager", shape=f"{tokens}x{sequences} H {heads}", us=eager_times(calls))
