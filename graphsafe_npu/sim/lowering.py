@@ -30,7 +30,8 @@ _PASSES = (
 _SCAN = re.compile(
     r"func\.func private @(triton_cum(sum|prod)_\d+)\(tensor<([\dx]+)x(\w+)>, i32, i1\) -> tensor<[^>]*>"
 )
-_HINT = re.compile(r"\{hivm\.unlikely_condition\}")
+_HINT = re.compile(r"\{hivm\.unlikely_condition\}|^ *(annotation\.mark .*|gpu\.barrier)$", re.M)
+"""What is for the device alone: hints, and barriers in a program that runs by itself."""
 _SIGNATURE = re.compile(r"func\.func @(\w+)\((.*?)\) attributes", re.S)
 
 
