@@ -25,7 +25,7 @@ from graphsafe._watch import Watch
 from graphsafe.errors import GraphSafeError, error
 from graphsafe.tree import leaves, tensors
 
-__all__ = ["bound_tensors", "escaped", "escapes"]
+__all__ = ["bound_tensors", "escaped", "escapes", "holder_of"]
 
 
 def bound_tensors(frame: FrameType) -> list[torch.Tensor]:
@@ -102,6 +102,11 @@ _NOT_OWN = (type, types.ModuleType, types.FunctionType, torch.nn.Module)
 
 
 def _holder(key: int, graph: Any) -> str:
+    return holder_of(key, graph) or "the autograd graph of a tensor that was not declared as an output"
+
+
+def holder_of(key: int, graph: Any) -> str | None:
+    """Who keeps a storage, in words, or None if no gradient and no Python object but a frame does."""
     found = []
     for candidate in _live_tensors():
         grad = candidate.grad if candidate.is_leaf else None
@@ -114,7 +119,7 @@ def _holder(key: int, graph: Any) -> str:
             text = None if referrer is found else _describe(referrer, candidate)
             if text is not None:
                 return text
-    return "the autograd graph of a tensor that was not declared as an output"
+    return None
 
 
 def _live_tensors() -> list[torch.Tensor]:

@@ -113,6 +113,8 @@ def violation(facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, An
     base = facts.name.split("::")[-1].split(".")[0]
     if facts.name.startswith(_COLLECTIVES):
         return "collective", f"{facts.name} waits for other ranks inside the capture"
+    if base.lstrip("_").startswith("to_sparse"):
+        return "not-capturable", f"{facts.name} makes a sparse tensor, whose size depends on data"
     if base == "lift_fresh":
         return "host-data", "a tensor is made from host values"
     if base == "repeat_interleave" and facts.dynamic_shape:

@@ -121,6 +121,10 @@ class Generators:
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
 
+    def elsewhere(self) -> torch.Generator | None:
+        """A generator whose state differs from then, or None."""
+        return next((g for g, state, _ in self._torch if not torch.equal(g.get_state(), state)), None)
+
     def reseeded(self) -> torch.Generator | None:
         """A generator whose seed was set since, or None."""
         for generator, _, seed in self._torch:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import random
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -32,7 +33,7 @@ from graphsafe._storage import NOT_PLAIN, StorageRef, is_plain, key_of, kind_of
 from graphsafe.contract import describe
 from graphsafe.errors import GraphSafeError, error
 
-__all__ = ["Recorder", "Watch", "argument_tensors"]
+__all__ = ["Outside", "Recorder", "Streams", "Watch", "argument_tensors"]
 
 _T = torch.Tensor
 _HOST_READS: dict[Any, str] = {
@@ -53,6 +54,7 @@ _HOST_READS: dict[Any, str] = {
 }
 _READS_ARGUMENTS = {torch.tensor_split: "tensor_split", _T.tensor_split: "tensor_split"}
 """Functions that read a tensor among their later arguments on the host, through no operator."""
+_FROM_HOST = {torch.tensor: "torch.tensor", torch.as_tensor: "torch.as_tensor", _T.new_tensor: "new_tensor()"}
 _REPLACES_STORAGE = {_T.data.__set__: "assigning .data"}  # type: ignore[attr-defined]
 _RAW_ADDRESS: dict[Any, str] = {_T.data_ptr: "data_ptr()", _T.__dlpack__: "a DLPack export"}
 
@@ -65,6 +67,24 @@ class Recorder(Protocol):
     ) -> None:
         """Called after each operator with the arguments and the result it had."""
         ...
+
+
+class Outside(NamedTuple):
+    """A storage from outside that the body used, by the tensor and operator that used it first."""
+
+    tensor: weakref.ref[torch.Tensor]
+    storage: StorageRef
+    shape: tuple[int, ...]
+    where: Location | None
+    operator: str
+
+
+class Streams(NamedTuple):
+    """Streams by a number: how to tell the ``present`` one, the ``captured`` and the ``default`` one."""
+
+    present: Callable[[], int]
+    captured: int
+    default: int
 
 
 class Watch:
@@ -85,6 +105,7 @@ class Watch:
         generators: Sequence[torch.Generator] = (),
         raw_addresses: bool = True,
         copied_inputs: Mapping[int, str] | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.device = device
         self.check = check
@@ -93,9 +114,11 @@ class Watch:
         self.generators = tuple(generators)
         self.raw_addresses = raw_addresses
         self.copied_inputs = copied_inputs or {}
+        self.streams = streams
+        self.side_streams: dict[int, Location | None] = {}
         self.broken: GraphSafeError | None = None
         self.born: dict[int, tuple[StorageRef, Location | None, str]] = {}
-        self.outside: dict[int, tuple[weakref.ref[torch.Tensor], Location | None, str]] = {}
+        self.outside: dict[int, Outside] = {}
         self.operators = 0
         self.other_threads_drew = False
         self._thread = threading.get_ident()
@@ -141,12 +164,27 @@ class Watch:
         if self.check:
             self.generators_untouched()
             self._refuse(facts, args, kwargs)
+            if self.streams is not None:
+                self._follow_stream(self.streams, facts)
         for t in written(facts, args, kwargs):
             self.about_to_write(t)
         for t in argument_tensors((args, kwargs)):
             self.saved.leaf(t)
             if self.check and (key := key_of(t)) not in self.born and key not in self.outside:
-                self.outside[key] = (weakref.ref(t), self.where(), facts.name)
+                self.outside[key] = Outside(weakref.ref(t), StorageRef(t), tuple(t.shape), self.where(), facts.name)
+
+    def _follow_stream(self, streams: Streams, facts: OperatorFacts) -> None:
+        now = streams.present()
+        if now == streams.default:
+            self.refuse(
+                "not-capturable",
+                f"{facts.name} runs on the default stream",
+                why="The default stream waits for all others, which a capture cannot record.",
+                remedy="Use the stream that is current inside the capture, or a side stream that is joined back to it.",
+            )
+        if now != streams.captured:
+            self.side_streams.pop(now, None)  # the last used comes last
+            self.side_streams[now] = self.where()
 
     def about_to_write(self, t: torch.Tensor) -> None:
         """A storage is about to be written in place."""
@@ -262,6 +300,9 @@ class _FunctionWatch(TorchFunctionMode):
                 tensor=args[0],
                 why="Work done through a raw address on a CPU is not an operator, so it cannot be recorded.",
             )
+        if func in _FROM_HOST and self._watch.device.type != "cpu" and not any(_all_tensors(args[:1])):
+            # on a CPU the operator that lifts the values is seen; a device copies them before there is an operator
+            self._watch.refuse("host-data", f"{_FROM_HOST[func]} makes a tensor from host values")
         if func in _READS_ARGUMENTS and (read := next(argument_tensors((args[1:], kwargs)), None)) is not None:
             what = f"{_READS_ARGUMENTS[func]} reads {describe(read)} on the host"
             self._watch.refuse("host-read", what, tensor=read)
@@ -304,6 +345,9 @@ _SEEDING = ("manual_seed", "seed", "set_rng_state", "get_rng_state")
 def _refused_functions() -> Iterator[tuple[Any, str, str, str]]:
     """(owner, name, rule, text) of functions that work on generators on the host, or where a watch cannot see."""
     yield threading.Thread, "start", "not-capturable", "a thread is started inside a capture"
+    for name in ("collect", "enable"):
+        text = f"gc.{name}() inside a capture lets finalizers run between its operators"
+        yield gc, name, "not-capturable", text
     for module in (torch, torch.random):
         for name in _SEEDING:
             if hasattr(module, name):

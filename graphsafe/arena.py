@@ -15,6 +15,7 @@ Requirements
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -219,6 +220,21 @@ class Arena:
             torch._foreach_copy_(targets, sources)
         if zeros:
             torch._foreach_zero_(zeros)
+
+    def spoil_padding(self, values: Mapping[str, torch.Tensor]) -> bool:
+        """Fill the rows that ``values`` left free, where they are floats padded with zero, with NaN.
+
+        Returns whether there was such a row. The next :meth:`update` puts the padding back.
+        """
+        self._open()
+        found = False
+        with torch.no_grad():
+            for slot, value in ((self._slot(name), value) for name, value in values.items()):
+                have, room = (0, 0) if slot.kind == "fixed" else (value.shape[slot.dim], slot.tensor.shape[slot.dim])
+                if have < room and slot.pad == 0 and slot.tensor.is_floating_point():
+                    slot.tensor.narrow(slot.dim, have, room - have).fill_(math.nan)
+                    found = True
+        return found
 
     def holds(self, t: torch.Tensor) -> str | None:
         """The name under which this arena owns the storage of ``t``, or None."""

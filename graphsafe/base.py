@@ -30,7 +30,8 @@ from graphsafe._location import Location, caller
 from graphsafe._one_capture import one_capture
 from graphsafe._state import Generators, SavedState, host_random_state
 from graphsafe._storage import key_of
-from graphsafe._watch import Recorder, Watch
+from graphsafe._strict import leftover
+from graphsafe._watch import Recorder, Streams, Watch
 from graphsafe.arena import Arena
 from graphsafe.bucket import Bucket
 from graphsafe.errors import GraphSafeError, error
@@ -39,7 +40,10 @@ from graphsafe.metadata import BoundTables, MetadataBuilder, TorchMetadataBuilde
 from graphsafe.runtime import Graph, MemoryFigures
 from graphsafe.tree import tensors
 
-__all__ = ["BaseGraph", "BaseRuntime", "Capture"]
+__all__ = ["GUARDS", "BaseGraph", "BaseRuntime", "Capture"]
+
+GUARDS = ("off", "normal", "strict")
+"""How much a capture and its replays check; see docs/guard.md."""
 
 
 class BaseGraph:
@@ -49,6 +53,7 @@ class BaseGraph:
         self.runtime = runtime
         self.state = "capturing"
         self.declared: list[torch.Tensor] = []
+        self.strict = False
         self.made_at = caller()
 
     def outputs(self, *values: Any) -> Any:
@@ -97,8 +102,17 @@ class Capture:
     """The context manager of :meth:`BaseRuntime.capture`; it is also the capture's guard."""
 
     def __init__(
-        self, runtime: BaseRuntime, pool: Any, copied_inputs: Mapping[int, str] | None, *, discard: bool = False
+        self,
+        runtime: BaseRuntime,
+        pool: Any,
+        copied_inputs: Mapping[int, str] | None,
+        *,
+        guard: str = "normal",
+        discard: bool = False,
     ) -> None:
+        if guard not in GUARDS:
+            raise error("argument", f"guard={guard!r}: one of {', '.join(map(repr, GUARDS))} is needed")
+        self._guard = guard
         self._runtime = runtime
         self._discard = discard
         self._pool = pool
@@ -123,14 +137,16 @@ class Capture:
             self._saved = SavedState(contents=self._runtime.capture_executes)
             self._stack.append(self._saved.restore)
             self.graph = self._runtime._begin(self._pool)
+            self.graph.strict = self._guard == "strict"
             self.watch = Watch(
                 self._runtime.device,
-                check=True,
+                check=self._guard != "off",
                 saved=self._saved,
                 recorder=self._runtime._recorder(self.graph),
                 generators=self._runtime.generators,
                 raw_addresses=self._runtime.raw_addresses,
                 copied_inputs=self._copied_inputs,
+                streams=self._runtime._streams(),
             )
             self._active = contextlib.ExitStack()
             self._active.enter_context(self.watch.active())
@@ -154,12 +170,12 @@ class Capture:
                 explained = self._runtime._explained(problem, _where_raised(problem))
                 if explained is not None:
                     raise explained from problem
-        except BaseException:
-            self._fail()
+        except BaseException as raised:
+            self._fail(raised)
             raise
         else:
             if problem is not None:
-                self._fail()
+                self._fail(problem)
             elif self._discard:
                 self.graph.close()
         finally:
@@ -171,7 +187,11 @@ class Capture:
         if watch.broken is not None:
             return watch.broken
         watch.generators_untouched()
-        self._runtime._end(graph)
+        self._end_on_the_device()
+        if self._guard == "off":
+            self._runtime._captured(graph, watch)
+            graph.state = "captured"
+            return None
         reseeded = self._generators.reseeded()
         if reseeded is not None:
             return error("rng-state", f"the generator on {reseeded.device} was seeded inside the capture")
@@ -190,10 +210,22 @@ class Capture:
             graph.state = "captured"
         return problem
 
-    def _fail(self) -> None:
+    def _end_on_the_device(self) -> None:
+        try:
+            self._runtime._end(self.graph)
+        except Exception as problem:  # streams that were not joined, say: the line that last used one is to blame
+            explained = self._runtime._explained(problem, next(reversed(self.watch.side_streams.values()), None))
+            if explained is None:
+                raise
+            raise explained from problem
+
+    def _fail(self, problem: BaseException) -> None:
         self._runtime._abort(self.graph)
+        left = leftover(self.watch, self.graph, problem) if self._guard == "strict" else None
         self.graph.close()
         self.graph.state = "closed after a failed capture"
+        if left is not None:
+            raise left from problem
 
     def _unwind(self) -> None:
         problems: list[BaseException] = []
@@ -276,13 +308,17 @@ class BaseRuntime:
             generators.restore()
         return result
 
-    def capture(self, *, pool: Any = None, copied_inputs: Mapping[int, str] | None = None) -> Capture:
+    def capture(
+        self, *, pool: Any = None, copied_inputs: Mapping[int, str] | None = None, guard: str = "normal"
+    ) -> Capture:
         """Record the block: ``with runtime.capture() as graph: ...``; then ``graph.replay()``.
 
         ``pool``: a graph whose memory pool to share. What the block binds to names of its own function, or declares
         with ``graph.outputs(...)``, stays readable after each replay; anything else born inside may not be kept.
+        ``guard``: ``"off"`` checks no rule, here or at a replay, and leaves errors to the device; ``"strict"`` checks
+        at each replay all that the graph reads from outside, and what a failed capture leaves behind (docs/guard.md).
         """
-        return Capture(self, pool, copied_inputs)
+        return Capture(self, pool, copied_inputs, guard=guard)
 
     def guard(self) -> Capture:
         """The guard of a capture that is thrown away: it runs the rules and leaves no graph."""
@@ -304,6 +340,10 @@ class BaseRuntime:
 
     def _run_warm(self, body: Callable[[], Any]) -> Any:
         return body()
+
+    def _streams(self) -> Streams | None:
+        """How to tell the present stream, where there are streams; asked once, inside the capture."""
+        return None
 
     def _begin(self, pool: Any) -> Any:
         raise NotImplementedError

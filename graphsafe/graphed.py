@@ -12,7 +12,9 @@ Requirements
    autograd graph; a body that trains runs its backward inside.
 5. One call at a time: what a second thread would write into the static memory of the first is refused.
 6. The same call with other host values is refused by name, unless they are declared static: then each has a graph.
-7. ``verify`` proves a call: eager, then poison, then replay, equal bit for bit, with all state put back.
+7. ``guard="strict"`` proves every call, spoils its padding, and checks canaries and layouts; ``"off"`` leaves errors to
+   the device. What either does is in docs/guard.md.
+8. ``verify`` proves a call: eager, then poison, then replay, equal bit for bit, with all state put back.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ import torch
 
 from graphsafe._location import caller
 from graphsafe._storage import NOT_PLAIN, is_plain, key_of, kind_of
+from graphsafe._strict import refuse_layout_dependence
 from graphsafe.arena import Arena
+from graphsafe.base import GUARDS
 from graphsafe.bucket import Bucket
 from graphsafe.errors import error
 from graphsafe.inputs import Call, Input, InputPlan, bind_call, static_key
@@ -118,7 +122,10 @@ class GraphedCallable:
         static_argnames: Sequence[str],
         warm_up: int,
         keep: Callable[[], Sequence[torch.Tensor]] | None = None,
+        guard: str = "normal",
     ) -> None:
+        if guard not in GUARDS:
+            raise error("argument", f"guard={guard!r}: one of {', '.join(map(repr, GUARDS))} is needed")
         if on_overflow not in ("eager", "error"):
             raise error("argument", f"on_overflow={on_overflow!r}: 'eager' or 'error' is needed")
         if warm_up < 1:
@@ -130,6 +137,7 @@ class GraphedCallable:
             raise error("argument", f"buckets is one Bucket ({buckets}); a list is needed: buckets=[bucket]")
         self.buckets = tuple(sorted(buckets))
         self.on_overflow = on_overflow
+        self.guard = guard
         self.stats = Stats()
         self._in_use = threading.Lock()
         self._signature = _signature_of(function)
@@ -152,7 +160,13 @@ class GraphedCallable:
             return self._overflow(call, entry)
         self._ensure_captured(entry)
         self._update(entry, call)
+        if self.guard == "strict":
+            self._prove(entry, call)
+            self._update(entry, call)
         entry.graph.replay()
+        if self.guard == "strict":
+            self.runtime.synchronize()
+            entry.arena.check_canaries()
         self._count(entry, call)
         return self._cut(entry, call)
 
@@ -206,6 +220,20 @@ class GraphedCallable:
         self._ensure_captured(entry)
         self._update(entry, call)
         return verify_replay(self.runtime, entry.graph, entry.elsewhere, entry.result)
+
+    def _prove(self, entry: _Entry, call: Call) -> None:
+        """As :meth:`verify`, with padding spoiled too; the inputs have to be written again afterwards."""
+        packed = bool(entry.plan.groups and self.buckets)
+
+        def live(result: Any) -> Any:
+            return self._cut(entry, call, result)
+
+        def spoil() -> bool:
+            return entry.arena.spoil_padding({path: call.tensors[path] for path in entry.plan.copied()})
+
+        verify_replay(
+            self.runtime, entry.graph, entry.elsewhere, entry.result, spoil=spoil if packed else None, live=live
+        )
 
     def price(self) -> Price:
         """Static memory of the buckets prepared so far."""
@@ -310,7 +338,7 @@ class GraphedCallable:
         return self._entries[key]
 
     def _arena(self, plan: InputPlan, call: Call, capacity: Bucket) -> Arena:
-        arena: Arena = self.runtime.arena(capacity)
+        arena: Arena = self.runtime.arena(capacity, canaries=self.guard == "strict")
         for path, how in plan.copied().items():
             t = call.tensors[path]
             arena.like(path, tuple(t.shape), t.dtype, how.kind, how.axis, how.pad)
@@ -326,10 +354,13 @@ class GraphedCallable:
         outputs = OutputPlan.probe(
             self.runtime, entry.probe, entry.body, bucket, pinned, keep=self._keep, iterations=self._warm_up
         )
+        if self.guard == "strict" and bucket is not None:
+            boundaries = {group.boundaries: entry.arena[group.boundaries] for group in entry.plan.groups}
+            refuse_layout_dependence(self.runtime, entry.body, boundaries)
         warm = time.perf_counter()
         pool = next((e.graph for e in self._entries.values() if e.graph is not None), None)
         names = {key_of(entry.arena[path]): path for path in entry.plan.copied()}
-        with self.runtime.capture(pool=pool, copied_inputs=names) as graph:
+        with self.runtime.capture(pool=pool, copied_inputs=names, guard=self.guard) as graph:
             result = _detached(entry.body())
             graph.outputs(result)
         done = time.perf_counter()
@@ -416,6 +447,7 @@ def graphed(
     inputs: Mapping[str, Input | str] | None = None,
     static_argnames: Sequence[str] = (),
     warm_up: int = 1,
+    guard: str = "normal",
 ) -> Any:
     """Make a function that is captured once and replayed for every batch that fits a bucket; also a decorator.
 
@@ -423,6 +455,7 @@ def graphed(
     of packed batches; without one, all shapes are fixed. ``on_overflow``: ``"eager"`` or ``"error"``. ``inputs``: how
     arguments follow the batch, by path (:class:`~graphsafe.inputs.Input` or its kind), where the example alone does not
     tell. ``static_argnames``: host values that select a graph of their own. ``warm_up``: eager runs before a capture.
+    ``guard``: ``"off"``, ``"normal"`` or ``"strict"``, which proves every call and is slow (docs/guard.md).
     """
     if function is None:
         return functools.partial(
@@ -433,6 +466,7 @@ def graphed(
             inputs=inputs,
             static_argnames=static_argnames,
             warm_up=warm_up,
+            guard=guard,
         )
     chosen = runtime if runtime is not None else get_runtime()
-    return GraphedCallable(function, chosen, buckets, on_overflow, inputs or {}, static_argnames, warm_up)
+    return GraphedCallable(function, chosen, buckets, on_overflow, inputs or {}, static_argnames, warm_up, guard=guard)

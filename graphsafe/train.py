@@ -44,7 +44,8 @@ class TrainStep:
     ``fused=True``; a learning rate that changes must be a tensor. ``accumulate``: micro-batches in one step; ``step``
     then takes a list of that length and returns the losses ``[accumulate]``. ``max_grad_norm``: clip the summed
     gradients to this 2-norm.
-    ``on_overflow``, ``inputs``, ``warm_up``: as in :func:`graphsafe.graphed`; inputs are named from ``batch`` on.
+    ``on_overflow``, ``inputs``, ``warm_up``, ``guard``: as in :func:`graphsafe.graphed`; inputs are named from ``batch``
+    on.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class TrainStep:
         on_overflow: str = "eager",
         inputs: Mapping[str, Input | str] | None = None,
         warm_up: int = 1,
+        guard: str = "normal",
     ) -> None:
         if not isinstance(accumulate, int) or accumulate < 1:
             raise error("argument", f"accumulate={accumulate!r}: a positive integer is needed")
@@ -70,6 +72,7 @@ class TrainStep:
         self.accumulate = accumulate
         self.max_grad_norm = max_grad_norm
         self._parameters = _named_parameters(model, optimizer)
+        self.guard = guard
         self.gradients = self._own_gradients(bucket or Bucket(1))
         self._host_values: dict[str, Any] | None = None
         self._captured_state: dict[str, torch.Tensor] = {}
@@ -84,6 +87,7 @@ class TrainStep:
             (),
             warm_up,
             keep=self._optimizer_state,
+            guard=guard,
         )
 
     # Use.
@@ -92,6 +96,8 @@ class TrainStep:
         """One step: update, replay. Returns the loss, a static tensor that the next step overwrites."""
         self._check(batch)
         loss: torch.Tensor = self._graphed(batch)
+        if self.guard == "strict":
+            self.gradients.check_canaries()
         self._remember()
         return loss
 
@@ -177,7 +183,7 @@ class TrainStep:
     # Gradients and host values.
 
     def _own_gradients(self, bucket: Bucket) -> Arena:
-        arena: Arena = self.runtime.arena(bucket)
+        arena: Arena = self.runtime.arena(bucket, canaries=self.guard == "strict")
         for name, p in self._parameters.items():
             p.grad = arena.tensor(f"grad.{name}", tuple(p.shape), p.dtype)
         arena.seal()

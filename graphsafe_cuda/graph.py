@@ -78,7 +78,7 @@ class CudaGraph(BaseGraph):
     def replay(self) -> None:
         """Launch the graph on the current stream; one host call."""
         self._ready()
-        self._outside.check()
+        self._outside.check(strict=self.strict)
         self.raw.replay()
 
     def poison(self) -> None:

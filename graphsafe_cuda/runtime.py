@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from graphsafe._location import Location
-from graphsafe._watch import Watch
+from graphsafe._watch import Streams, Watch
 from graphsafe.base import BaseRuntime
 from graphsafe.errors import GraphSafeError, error
 from graphsafe.metadata import MetadataBuilder
@@ -95,6 +95,12 @@ class CudaRuntime(BaseRuntime):
         torch.cuda.current_stream(self.device).wait_stream(self._side)
         torch.cuda.synchronize(self.device)
         return result
+
+    def _streams(self) -> Streams:
+        def present() -> int:
+            return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+        return Streams(present, present(), int(torch.cuda.default_stream(self.device).cuda_stream))
 
     def _begin(self, pool: Any) -> CudaGraph:
         if pool is not None and not isinstance(pool, CudaGraph):

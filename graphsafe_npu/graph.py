@@ -74,7 +74,7 @@ class NpuGraph(BaseGraph):
     def replay(self) -> None:
         """Launch the graph on the current stream; one host call."""
         self._ready()
-        self.outside.check()
+        self.outside.check(strict=self.strict)
         self.raw.replay()
 
     def poison(self) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from graphsafe._location import Location
-from graphsafe._watch import Recorder, Watch
+from graphsafe._watch import Recorder, Streams, Watch
 from graphsafe.base import BaseRuntime
 from graphsafe.errors import GraphSafeError, error
 from graphsafe.metadata import MetadataBuilder, TorchMetadataBuilder
@@ -97,6 +97,12 @@ class NpuRuntime(BaseRuntime):
         current.wait_stream(self._side)
         self.synchronize()
         return result
+
+    def _streams(self) -> Streams:
+        def present() -> int:
+            return int(self.npu.current_stream(self.device).npu_stream)
+
+        return Streams(present, present(), int(self.npu.default_stream(self.device).npu_stream))
 
     def _begin(self, pool: Any) -> NpuGraph:
         if pool is not None and not isinstance(pool, NpuGraph):

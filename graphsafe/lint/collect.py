@@ -122,6 +122,11 @@ class CollectingWatch(Watch):
             return describe(t)
         return f"{describe(t)}, made by {made.split(' ')[0]}" + (f" at {where}" if where else "")
 
+    def launched(self, kernel: str, values: dict[str, Any]) -> None:
+        """A Triton kernel is launched: a step whose values are its grid, its scalars and its constexprs."""
+        given = tuple((name, _text_of(value)) for name, value in values.items())
+        self.trace.append(Step(self.where(), f"the triton kernel {kernel!r}", (), given, ()))
+
     # Tables.
 
     def _from_boundaries(self, key: int) -> bool:
@@ -174,6 +179,11 @@ class CollectingWatch(Watch):
             shapes = tuple(tuple(t.shape) for t in operands)
             given = tuple(tuple(t.shape) for t in argument_tensors([result]))
             self.trace.append(Step(self.where(), facts.name, shapes, _values((args, kwargs)), given))
+
+
+def _text_of(value: Any) -> str:
+    """A Python value of a launch in a comparable form, without the address of an object."""
+    return repr(value) if isinstance(value, (bool, int, float, str, tuple, type(None))) else str(value)
 
 
 def _values(value: Any) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 
 from graphsafe._escape import escapes
+from graphsafe._launches import traced_launches
 from graphsafe._location import Location
 from graphsafe._one_capture import one_capture
 from graphsafe._state import Generators, SavedState, host_random_state
@@ -129,6 +130,7 @@ class _Lint:
                 active.enter_context(_answering(capturing))
                 active.enter_context(watch.active())
                 active.enter_context(self.runtime._also_watching(watch, None))
+                active.enter_context(traced_launches(watch.launched))
                 result = self.fn(*self.args, **self.kwargs)
             watch.returned(tensors(result))
             watch.generators_untouched()

@@ -89,7 +89,7 @@ def collector_left_off(patch):
 
 
 def failed_graph_stays_open(patch):
-    patch.setattr(base.Capture, "_fail", lambda self: setattr(self.graph, "state", "captured"))
+    patch.setattr(base.Capture, "_fail", lambda self, problem: setattr(self.graph, "state", "captured"))
 
 
 def replay_after_close(patch):

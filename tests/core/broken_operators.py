@@ -53,7 +53,7 @@ def numpy_view(rt):
     return bodies(rt, breaking, lambda: x * x.max())
 
 
-@case("host-read", gs.UnsupportedError)
+@case("host-read", gs.UnsupportedError, devices=("cpu",))
 def numpy_conversion(rt):
     x = data(rt, 4)
 
@@ -350,7 +350,7 @@ def as_tensor_of_a_list(rt):
     x = data(rt, 2)
 
     def breaking():
-        return x + torch.as_tensor([1.0, 2.0])  # BREAKS
+        return x + torch.as_tensor([1.0, 2.0], device=rt.device)  # BREAKS
 
     return bodies(rt, breaking, lambda: x + torch.as_tensor(x))
 
@@ -360,7 +360,7 @@ def tensor_of_an_array(rt):
     x, array = data(rt, 2), numpy.ones(2, dtype=numpy.float32)
 
     def breaking():
-        return x + torch.from_numpy(array)  # BREAKS
+        return x + torch.from_numpy(array).to(rt.device)  # BREAKS
 
     made = torch.from_numpy(array).to(rt.device)
     return bodies(rt, breaking, lambda: x + made)

@@ -17,10 +17,12 @@ KEPT = []
 CASES = []
 
 
-def case(rule, cls):
-    """Register a case that must raise the error of ``rule``, an instance of ``cls``."""
+def case(rule, cls, devices=("cpu", "cuda", "npu")):
+    """Register a case that must raise the error of ``rule``, an instance of ``cls``, on the ``devices`` that can show
+    it: there the program is valid eagerly."""
 
     def register(make):
+        make.devices = devices
         CASES.append(pytest.param(rule, cls, make, id=make.__name__))
         return make
 

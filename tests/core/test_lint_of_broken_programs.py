@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import broken_guard
 import broken_lifetimes
 import broken_operators
 import broken_programs
@@ -13,7 +14,7 @@ import pytest
 import graphsafe as gs
 from graphsafe.rules import RULES
 
-PROGRAMS = (broken_lifetimes, broken_operators, broken_values)
+PROGRAMS = (broken_guard, broken_lifetimes, broken_operators, broken_values)
 
 
 class Bodies:
