@@ -302,7 +302,9 @@ class BaseRuntime:
             raise
         except Exception as problem:
             what = f"the body failed eagerly, before any capture: {type(problem).__name__}: {problem}"
-            raise error("eager-failed", what, where=_where_raised(problem)) from problem
+            told = self.explain(problem)
+            why = None if told == str(problem) else f"It failed without any graph. {told}"
+            raise error("eager-failed", what, where=_where_raised(problem), why=why) from problem
         finally:
             saved.restore()
             generators.restore()

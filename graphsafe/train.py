@@ -44,8 +44,8 @@ class TrainStep:
     ``fused=True``; a learning rate that changes must be a tensor. ``accumulate``: micro-batches in one step; ``step``
     then takes a list of that length and returns the losses ``[accumulate]``. ``max_grad_norm``: clip the summed
     gradients to this 2-norm.
-    ``on_overflow``, ``inputs``, ``warm_up``, ``guard``: as in :func:`graphsafe.graphed`; inputs are named from ``batch``
-    on.
+    ``on_overflow``, ``inputs``, ``warm_up``, ``guard``: as in :func:`graphsafe.graphed`; inputs are named from
+    ``batch`` on.
     """
 
     def __init__(

@@ -12,6 +12,8 @@ __all__ = ["EXPLANATIONS", "Explanation", "explanation_of"]
 
 _CUDA = "CUDA Runtime API, cudaError_t (driver_types.h)"
 
+_NCCL = "NCCL, ncclResult_t; torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp"
+
 EXPLANATIONS = (
     Explanation(  # before the codes: its text holds numbers
         r"out of memory|CUDA error: 2\b",
@@ -39,21 +41,51 @@ EXPLANATIONS = (
         _CUDA,
     ),
     Explanation(
-        r"\b90[2-6]\b|StreamCapture(Merge|Unmatched|Unjoined|Isolation|Implicit)",
+        r"\b902\b|StreamCaptureMerge|merge of (two|separate) .*captures?",
         "not-capturable",
-        "cudaErrorStreamCapture* (902 to 906): streams were forked, joined or mixed in a way that a capture cannot record.",
-        "Join every stream that the body uses back to the capturing stream (stream.wait_stream), and use no default stream.",
+        "cudaErrorStreamCaptureMerge (902): a stream of one capture was made to wait for another capture.",
+        "One capture at a time, each with streams of its own; wait between captures, not inside them.",
         _CUDA,
     ),
     Explanation(
-        r"\b907\b|cudaErrorCapturedEvent|event which was last recorded in a capturing stream",
+        r"\b903\b|StreamCaptureUnmatched|capture was not (initiated|begun) in this stream|not ended in the same stream",
+        "not-capturable",
+        "cudaErrorStreamCaptureUnmatched (903): the capture was ended on another stream than the one that began it.",
+        "Leave the current stream as it is at both ends of the block: use 'with torch.cuda.stream(s)', not set_stream.",
+        _CUDA,
+    ),
+    Explanation(
+        r"\b904\b|StreamCaptureUnjoined|unjoined work",
+        "not-capturable",
+        "cudaErrorStreamCaptureUnjoined (904): a stream that the body drew into the capture was not joined back to it.",
+        "Join every stream that the body uses back to the capturing stream (stream.wait_stream) before the block ends.",
+        _CUDA,
+    ),
+    Explanation(
+        r"\b905\b|StreamCaptureIsolation|dependency created on uncaptured work",
+        "not-capturable",
+        "cudaErrorStreamCaptureIsolation (905): the capture was made to wait for work outside it: an event recorded, or a "
+        "stream used, before the capture began.",
+        "Wait for that work before the capture; inside it, wait only for events that were recorded inside.",
+        _CUDA,
+    ),
+    Explanation(
+        r"\b906\b|StreamCaptureImplicit|legacy stream depend",
+        "not-capturable",
+        "cudaErrorStreamCaptureImplicit (906): something used the default stream while a capture was running; it waits for all "
+        "other streams, which a capture cannot record.",
+        "Use no default stream inside the body, nor in a library that it calls; other threads must wait until the capture ends.",
+        _CUDA,
+    ),
+    Explanation(
+        r"\b907\b|cudaErrorCapturedEvent|event (which was )?last recorded in a capturing stream",
         "not-capturable",
         "cudaErrorCapturedEvent (907): the host waited for, or asked about, an event that was recorded inside a capture.",
         "Wait on the device (stream.wait_event), or record the event outside the capture.",
         _CUDA,
     ),
     Explanation(
-        r"\b908\b|StreamCaptureWrongThread",
+        r"\b908\b|StreamCaptureWrongThread|thread-local capture sequence from another thread",
         "not-capturable",
         "cudaErrorStreamCaptureWrongThread (908): a capture was ended on another thread than the one that began it.",
         "Begin and end the capture in one block on one thread.",
@@ -95,6 +127,23 @@ EXPLANATIONS = (
         "Run the body eagerly under compute-sanitizer. Under replay, look for a tensor that died or was moved after the "
         "capture, and for indices beyond the bucket.",
         _CUDA,
+    ),
+    Explanation(
+        r"Watchdog caught collective operation timeout|NCCL.*tim(ed |e)out|collective operation timeout",
+        "collective",
+        "A collective of NCCL waited for a rank that did not come: ranks that capture, replay or turn eager out of step, or a "
+        "rank that failed first.",
+        "Find the rank that did something else (TORCH_NCCL_TRACE_BUFFER_SIZE, the first error in any log). Run collectives "
+        "between replays, in the same order on all ranks.",
+        _NCCL,
+    ),
+    Explanation(
+        r"ncclRemoteError|ncclInternalError|ncclSystemError|ncclUnhandledCudaError|NCCL error|NCCL communicator was aborted",
+        "collective",
+        "A collective of NCCL failed: a peer left, the network or shared memory between ranks failed, or CUDA failed in one of "
+        "them first.",
+        "Look for the first error of any rank, with NCCL_DEBUG=WARN; a rank that failed in a capture fails the others here.",
+        _NCCL,
     ),
 )
 

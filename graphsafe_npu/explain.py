@@ -13,6 +13,7 @@ __all__ = ["EXPLANATIONS", "Explanation", "explanation_of"]
 _CANN = "CANN, aclError (acl/error_codes/rt_error_codes.h)"
 _TORCH_NPU = "torch_npu, messages of its NPUGraph, queue and operators"
 _COMPILER = "Triton-Ascend and the Ascend compiler"
+_HCCL = "HCCL, hcclResult (hccl/hccl_types.h); CANN troubleshooting, error codes EI and EJ"
 _MOVE = "Move it before the capture: usual sources are .item(), .cpu(), a tensor made from a list, torch.npu.synchronize()."
 _JOIN = "Join every stream that the body uses back to the capturing stream (stream.wait_stream) before the block ends."
 _REPLACE = "Run the body eagerly with ASCEND_LAUNCH_BLOCKING=1 to find the operator; a process in which this happened is of no more use."
@@ -163,6 +164,46 @@ EXPLANATIONS = (
         "A kernel has more programs in its grid than the 65,535 that the device takes, all three axes multiplied.",
         "Let each program walk over several tasks.",
         _COMPILER,
+    ),
+    Explanation(
+        r"\bEI0002\b|Notify register times out|notify wait.*time ?out",
+        "collective",
+        "HCCL EI0002: a rank waited in a collective for another that did not come in time: ranks that capture, replay or turn "
+        "eager out of step, ranks with other sizes or another number of steps, or one that failed first.",
+        "Find the rank that did something else; the first error in any rank's log is the cause. Run collectives between "
+        "replays, in the same order on all ranks. HCCL_EXEC_TIMEOUT sets how long a rank waits.",
+        _HCCL,
+    ),
+    Explanation(
+        r"\bEI0005\b",
+        "collective",
+        "HCCL EI0005: ranks called a collective with parameters that do not agree: another operation, data type, count or root.",
+        "Give all ranks the same bucket, so that sizes are the same everywhere, and call the same collectives in the same order.",
+        _HCCL,
+    ),
+    Explanation(
+        r"\bEI0006\b|\bEI0015\b|\bEJ0003\b|socket (establish )?timeout|Getting socket times out|HCCL_E_TCP_CONNECT",
+        "collective",
+        "HCCL EI0006, EI0015, EJ0003: ranks did not connect: one did not start or left, a port is taken, or addresses do not fit.",
+        "See that all ranks run, with the same MASTER_ADDR and MASTER_PORT, a device each (ASCEND_RT_VISIBLE_DEVICES) and free "
+        "ports (HCCL_IF_BASE_PORT); HCCL_CONNECT_TIMEOUT sets how long they wait.",
+        _HCCL,
+    ),
+    Explanation(
+        r"\bEI0013\b|[Ee]rror ROCE C[QO]E|error cqe status|HCCL_E_REMOTE",
+        "collective",
+        "HCCL EI0013, HCCL_E_REMOTE: a message between ranks was not answered: the other process has ended, or the link is down.",
+        "See whether the other rank ended first, and why; else check the network between the two devices.",
+        _HCCL,
+    ),
+    Explanation(
+        r"\bHCCL error\b|\bHCCL function error\b|\bHccl[A-Z]\w+, error code is \d+|\bHCCL_E_[A-Z_]+",
+        "collective",
+        "A call of HCCL failed. Its result tells: 1 or 2 a parameter, 3 memory, 5 not supported, 7 a resource taken, 9 a rank that "
+        "did not come in time, 11 to 14 the network, 15 or 16 the device's own runtime.",
+        "Look for the first error of any rank. A collective inside a capture is refused by this project (GS601): run it between "
+        "replays.",
+        _HCCL,
     ),
 )
 

@@ -19,6 +19,8 @@ def explain(*args):
     [
         (["901"], "GS110", "cuda"),
         (["700"], "GS501", "cuda"),
+        (["EI0002"], "GS601", "npu"),
+        (["HCCL", "function", "error"], "GS601", "npu"),
         (["CUDA", "out", "of", "memory"], "GS501", "cuda"),
         (["Trying to backward through the graph a second time"], "GS203", "any"),
         (["GS101"], "GS101", "any"),
@@ -36,7 +38,7 @@ def test_json_has_rule_category_meaning_remedy_and_source(problem, rule, device)
 def test_text_says_the_same():
     done = explain("904")
     assert done.exit_code == 0, done.output
-    for word in ("cuda", "GS110 not-capturable", "902 to 906", "wait_stream", "cudaError_t"):
+    for word in ("cuda", "GS110 not-capturable", "(904)", "wait_stream", "cudaError_t"):
         assert word in done.output
 
 

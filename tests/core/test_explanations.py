@@ -80,6 +80,36 @@ def test_every_row_names_a_rule_and_a_source():
         assert row.remedy.endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("problem", "device"),
+    [
+        *((code, "cuda") for code in (700, *range(900, 909))),
+        *((code, "npu") for code in (107000, 107025, 107027, 107030, 207001, 207008, 507011, 507015)),
+        ("CUDA out of memory during capture", "cuda"),
+        ("NPU out of memory during capture", "npu"),
+        ("HCCL error in: ProcessGroupHCCL.cpp", "npu"),
+        ("NCCL error in: ProcessGroupNCCL.cpp", "cuda"),
+        ("autotuning during capture", "any"),
+        ("Cannot copy between CPU and CUDA tensors during CUDA graph capture", "cuda"),
+        ("Trying to backward through the graph a second time", "any"),
+    ],
+)
+def test_what_users_meet_is_explained_with_category_cause_remedy_and_source(problem, device):
+    ((name, row),) = explanations_of(problem)
+    assert name == device
+    assert rule(row.rule).category
+    assert row.meaning
+    assert row.remedy
+    assert row.source
+
+
+def test_an_eager_failure_carries_the_explanation():
+    with pytest.raises(gs.BackendError) as caught:
+        gs.get_runtime("cpu").warm_up(twice)
+    assert "freed already" in caught.value.why
+    assert "freed already" in str(caught.value)
+
+
 def test_every_runtime_explains_them():
     assert "TrainStep" in gs.get_runtime("cpu").explain("element 0 does not require grad and does not have a grad_fn")
 
