@@ -15,7 +15,7 @@ from typing import Any
 
 from graphsafe.bench import text
 from graphsafe.bench.modes import MODES
-from graphsafe.bench.summary import GROUPS, absent_arms, findings, grouped_losses, naming, table_of
+from graphsafe.bench.summary import GROUPS, absent_arms, findings, grouped_losses, naming, table_of, with_modes
 from graphsafe.errors import error
 
 __all__ = ["render", "write_html"]
@@ -62,6 +62,7 @@ def render(report: Mapping[str, Any]) -> str:
         clocks=["wall"] if report["environment"]["runtime"] == "cpu" else ["wall", "device"],
         modes=MODES,
         who=naming(report["results"]),
+        with_modes=with_modes(report["results"]),
         losses=list(grouped_losses(report["results"])),
         absent=list(absent_arms(report["results"])),
         some_of=text.some_of,

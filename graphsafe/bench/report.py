@@ -21,14 +21,16 @@ from rich.table import Table
 
 from graphsafe.bench import text
 from graphsafe.bench.modes import MODES
-from graphsafe.bench.summary import GROUPS, findings, grouped_losses, naming, table_of
+from graphsafe.bench.summary import GROUPS, findings, grouped_losses, naming, table_of, with_modes
 
 __all__ = ["print_report", "write_json"]
 
 
 def write_json(report: Mapping[str, Any], path: Path) -> None:
-    """The whole report, as strict JSON."""
-    path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    """The whole report, as strict JSON: a line for each result, so that two reports can be compared by eye."""
+    head = {name: value for name, value in report.items() if name != "results"}
+    results = ",\n".join(json.dumps(result, allow_nan=False) for result in report["results"])
+    path.write_text(f'{json.dumps(head, allow_nan=False)[:-1]}, "results": [\n{results}\n]}}\n', encoding="utf-8")
 
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:
@@ -88,11 +90,10 @@ def _times(results: Sequence[Mapping[str, Any]], clock: str) -> Table:
     headers += ["speed-up"] if clock == "wall" else []
     table = _table(f"Time of a call by {what}, us: median, below it the 95th percentile", ["case"], headers)
     who = naming(results)
-    for result in results:
-        if result["status"] == "ok":
-            cells = [_time_cell(result, mode, clock) for mode in MODES]
-            cells += [text.ratio(result["figures"]["speedup"])] if clock == "wall" else []
-            table.add_row(escape(who(result)), *cells)
+    for result in with_modes(results):
+        cells = [_time_cell(result, mode, clock) for mode in MODES]
+        cells += [text.ratio(result["figures"]["speedup"])] if clock == "wall" else []
+        table.add_row(escape(who(result)), *cells)
     return table
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from graphsafe.bench import text
 from graphsafe.bench.comparison import worst_error
 
-__all__ = ["GROUPS", "Group", "absent_arms", "findings", "grouped_losses", "naming", "table_of"]
+__all__ = ["GROUPS", "Group", "absent_arms", "findings", "grouped_losses", "naming", "table_of", "with_modes"]
 
 Result = Mapping[str, Any]
 Row = tuple[str, ...]
@@ -24,6 +24,14 @@ def naming(results: Sequence[Result]) -> Callable[[Result], str]:
     """A result's name: with its provider where several are in the report."""
     several = len({r["provider"] for r in results}) > 1
     return lambda r: f"{r['label']} [{r['provider']}]" if several else str(r["label"])
+
+
+def with_modes(results: Sequence[Result]) -> list[Result]:
+    """The right results for a table of modes. Where several providers are compared, those with a graph of the bucket:
+    what the others have is in the table of all providers."""
+    right = [r for r in results if r["status"] == "ok"]
+    several = len({r["provider"] for r in results}) > 1
+    return [r for r in right if not several or "graph-replay" in r["times"]]
 
 
 def _costs(result: Result) -> Row:
