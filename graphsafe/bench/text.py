@@ -53,10 +53,8 @@ def percent(value: float | None, *, signed: bool = True) -> str:
 
 def spread(values: Sequence[float]) -> str:
     """``+3.0 % to +12 %``; nothing where all are zero."""
-    low, high = min(values), max(values)
-    if low == high:
-        return percent(low) if low else "nothing"
-    return f"{percent(low) if low else 'nothing'} to {percent(high) if high else 'nothing'}"
+    low, high = (percent(value) if value else "nothing" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
 
 
 def cost(value: float | None, certain: bool | None) -> str:

@@ -8,6 +8,8 @@ import pytest
 from bench_fakes import result
 
 from graphsafe.bench.comparison import compare_providers, conformance, tally, worst_error
+from graphsafe.bench.figures import figures
+from graphsafe.bench.summary import GROUPS, findings, grouped_losses, table_of
 
 
 def by(provider: str, times: dict[str, float], **changes: Any) -> dict[str, Any]:
@@ -62,3 +64,38 @@ def test_the_table_of_all_marks_whom_none_beats() -> None:
     assert row["providers"]["d"]["status"] == "wrong"
     assert row["providers"]["d"]["times"] == {}
     assert conformance(members[:1])[0]["fastest"] == {}
+
+
+def test_what_was_found_is_said_in_sentences() -> None:
+    ours = by("graphsafe", {"graph-live": 50.0, "graph-replay": 60.0}, figures={})
+    ours["figures"] = figures(ours)
+    wrong = by("fla", {}, status="wrong", reason="o differs")
+    wrong["figures"] = figures(wrong)
+    rows = compare_providers([ours, wrong], "graphsafe", "fla")
+    compared = {"graphsafe against fla": {"rows": rows, "tally": tally(rows, "graphsafe", "fla")}}
+    report = {"results": [ours, wrong], "break_even": [], "comparison": compared}
+    assert list(findings(report)) == [
+        "graphsafe: 1 of 1 cases right.",
+        "graphsafe: padding costs a replay +20 % at 50% fill.",
+        "fla: 0 of 1 cases right, 1 wrong.",
+        "graphsafe against fla: right 1 and 0 of 1 cases.",
+    ]
+
+
+def test_what_was_not_measured_is_grouped_by_its_reason_and_errors_come_first() -> None:
+    refused = [by("fla", {}, case={"tokens": n}, status="refused", reason="no backward") for n in (128, 256)]
+    wrong = by("fla", {}, case={"tokens": 512}, status="wrong", reason="o differs")
+    found = list(grouped_losses([*refused, wrong]))
+    assert [(f["status"], len(f["labels"])) for f in found] == [("wrong", 1), ("refused", 2)]
+
+
+def test_a_table_has_no_empty_row_or_column() -> None:
+    one, other = (
+        by("graphsafe", {"graph-live": 50.0, "graph-replay": 60.0, "update": 5.0}),
+        by("fla", {"graph-live": 1.0}),
+    )
+    for r in (one, other):
+        r["figures"] = figures(r)
+    columns, rows = table_of(GROUPS[0], [one, other])
+    assert columns == ("padding", "update, us")
+    assert [row[0].split()[-1] for row in rows] == ["[graphsafe]"]
