@@ -5,9 +5,9 @@ Requirements
 1. The test returns ``(function, batch)``. ``function`` is what :func:`graphsafe.graphed` takes, or a
    :class:`~graphsafe.TrainStep`; ``batch(lengths)`` makes the arguments of one packed batch: a tuple by position, a
    dict by keyword, for a TrainStep its one batch.
-2. It is captured once, with the first layout; a plain function under the strict guard. Each replay is held against eager
-   bit for bit, after NaN in all memory of the graph, a plain function also with NaN in the padding of its inputs. The
-   corners of the bucket come first.
+2. It is captured once, with the first layout; a plain function under the strict guard. Each replay is held against
+   eager bit for bit, after NaN in all memory of the graph, a plain function also with NaN in the padding of its inputs.
+   The corners of the bucket come first.
 3. More than one graph, or an eager call in place of a replay, is a failure: one capture serves all layouts.
 """
 
