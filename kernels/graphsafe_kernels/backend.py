@@ -8,7 +8,8 @@ Requirements
 2. Every implementation of an operator is a function of the operator's name in the module registered here, and all of
    them take the same arguments.
 3. A module is imported when it is first needed: importing this package loads neither triton nor a device's adapter.
-4. Inside ``reference_only()`` every operator is served by its reference, on every device: the oracle of a comparison.
+4. An operator computes the same under ``torch.autocast`` as without: only the dtypes of its operands decide.
+5. Inside ``reference_only()`` every operator is served by its reference, on every device: the oracle of a comparison.
 """
 
 from __future__ import annotations
@@ -87,7 +88,22 @@ def implementation(operator: str, device: torch.device) -> Literal["reference", 
 def _load(operator: str, kind: str) -> Callable[..., Any]:
     module = (TRITON if kind == "triton" else REFERENCE)[operator]
     function: Callable[..., Any] = getattr(importlib.import_module(module), operator)
-    return function
+    return _in_its_own_precision(function) if kind == "reference" else function
+
+
+def _in_its_own_precision(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference with autocast off: it is made of torch's products, which have dtypes of their own to keep."""
+
+    @functools.wraps(function)
+    def precise(*args: Any, **kwargs: Any) -> Any:
+        kinds = {t.device.type for t in args if isinstance(t, torch.Tensor)}
+        with contextlib.ExitStack() as off:
+            for kind in kinds:
+                if torch.is_autocast_enabled(kind):
+                    off.enter_context(torch.autocast(kind, enabled=False))
+            return function(*args, **kwargs)
+
+    return precise
 
 
 def resolve(operator: str, device: torch.device) -> Callable[..., Any]:
