@@ -57,8 +57,9 @@ class PreparedLaunch:
         self._options = options
         self._compiled: dict[Any, tuple[Any, ...]] = {}
 
-    def bind(self, device: torch.device, programs: int, integers: tuple[int, ...]) -> Callable[..., None]:
-        """A function of the kernel's pointers alone, in order, None where absent: it launches ``programs`` programs."""
+    def bind(self, device: torch.device, programs: int, integers: tuple[int | float, ...]) -> Callable[..., None]:
+        """A function of the kernel's pointers and tensor descriptors alone, in order, None where absent: it launches
+        ``programs`` programs."""
         if programs == 0:
             return lambda *pointers: None
         grid = (programs, 1, 1)
@@ -68,7 +69,7 @@ class PreparedLaunch:
         key = (index, tuple(i >= 2**31 for i in integers))
         alone = torch.cuda.device_count() == 1
 
-        def launch(*pointers: torch.Tensor | None) -> None:
+        def launch(*pointers: Any) -> None:
             if alone or index == torch.cuda.current_device():
                 self._launch(index, key, grid, pointers, integers)
             else:
@@ -77,12 +78,15 @@ class PreparedLaunch:
 
         return launch
 
-    def _launch(self, index: int, key: Any, grid: tuple[int, int, int], pointers: tuple[torch.Tensor | None, ...],
-                integers: tuple[int, ...]) -> None:
+    def _launch(self, index: int, key: Any, grid: tuple[int, int, int], pointers: tuple[Any, ...],
+                integers: tuple[int | float, ...]) -> None:
         # an absent pointer is a compile-time constant: what is passed in its place is not looked at
-        addresses = [0 if p is None else p.data_ptr() for p in pointers]
-        if functools.reduce(operator.or_, addresses) & 15:
-            key = (key, tuple(address & 15 == 0 for address in addresses))
+        addresses = [
+            0 if p is None else p.data_ptr() if isinstance(p, torch.Tensor) else p for p in pointers
+        ]  # a descriptor goes to the launcher as it is
+        numbers = [a for a in addresses if type(a) is int]
+        if functools.reduce(operator.or_, numbers, 0) & 15:
+            key = (key, tuple(number & 15 == 0 for number in numbers))
         found = self._compiled.get(key)
         if found is None:
             compiled = self._kernel[grid](*pointers, *integers, **self.constants, **self._options)

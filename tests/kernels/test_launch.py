@@ -63,6 +63,15 @@ def test_the_first_launch_compiles_and_the_next_goes_straight(kernel):
     assert Compiled.last == (5, 1, 1, 77, "function", "metadata", None, None, None, x.data_ptr(), 0, 3, 4, 64)
 
 
+def test_a_descriptor_goes_to_the_launcher_as_it_is(kernel):
+    run = launch.PreparedLaunch(kernel, {}).bind(DEVICE, 5, (3,))
+    x, descriptor = aligned(), SimpleNamespace(base=aligned(1))
+    run(x, descriptor)
+    run(x, descriptor)
+    assert kernel.log == ["compile", "direct"]
+    assert descriptor in Compiled.last
+
+
 def test_another_grid_or_integer_is_the_same_kernel(kernel):
     prepared = launch.PreparedLaunch(kernel, {})
     prepared.bind(DEVICE, 5, (3,))(aligned())

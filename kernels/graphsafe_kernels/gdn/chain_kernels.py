@@ -76,9 +76,8 @@ def forward_chain(
 @triton.jit
 def clear_counters(counters, first, end, H: tl.constexpr):
     """Write zero to one head's counters of slots [first, end)."""
-    i = tl.arange(0, 128)
-    for slot in tl.range(first, end, 128):
-        tl.store(counters + (slot + i) * H, tl.zeros([128], tl.int32), mask=slot + i < end)
+    for slot in tl.range(first, end):
+        tl.store(counters + slot * H, 0)
 
 
 @triton.jit

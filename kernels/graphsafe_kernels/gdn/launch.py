@@ -12,6 +12,7 @@ Requirements
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from graphsafe_kernels.gdn.configurations import Configuration, configuration
 from graphsafe_kernels.gdn.parallel_kernels import finish_kernel, gradients_kernel
 from graphsafe_kernels.gdn.prepare_kernels import VECTORS, prepare_kernel
 from graphsafe_kernels.gdn.segment_kernels import segment_gradients_kernel, segment_states_kernel
+from graphsafe_kernels.launch import PreparedLaunch
 
 __all__ = ["Gradients", "Operands", "Prepared", "Problem", "backward", "forward"]
 
@@ -196,21 +198,52 @@ def _tile(tensor: torch.Tensor | None, width: int, block: tuple[int, int], use: 
     return TensorDescriptor(tensor, [tensor.numel() // width, width], [width, 1], list(block))
 
 
+def _kind(argument: Any) -> Any:
+    """What a kernel's parameter is compiled for."""
+    if argument is None or isinstance(argument, torch.Tensor):
+        return argument if argument is None else argument.dtype
+    return argument.base.dtype, *argument.block_shape
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(kernel: Any, kinds: tuple[Any, ...], constants: tuple[Any, ...], options: tuple[Any, ...]
+              ) -> PreparedLaunch:  # fmt: skip
+    """A launch with its compile-time constants in the kernel's order; ``kinds`` tells apart what is compiled apart."""
+    values = dict(constants)
+    ordered = {name: values.pop(name) for name in inspect.signature(kernel.fn).parameters if name in values}
+    assert not values, f"{kernel.fn.__name__} has no parameters {sorted(values)}"
+    return PreparedLaunch(kernel, ordered, **dict(options))
+
+
+@functools.lru_cache(maxsize=4096)
+def _bound(prepared: PreparedLaunch, device: torch.device, programs: int, numbers: tuple[int | float, ...]) -> Any:
+    return prepared.bind(device, programs, numbers)
+
+
+def launch(kernel: Any, programs: int, pointers: tuple[Any, ...], numbers: tuple[int | float, ...],
+           constants: dict[str, Any], options: dict[str, Any]) -> None:  # fmt: skip
+    """Launch so many programs of a kernel whose parameters are pointers and descriptors, numbers, and constants."""
+    kinds = tuple(_kind(p) for p in pointers)
+    prepared = _prepared(kernel, kinds, tuple(constants.items()), tuple(options.items()))
+    _bound(prepared, pointers[0].device, programs, numbers)(*pointers)
+
+
 def prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, o: torch.Tensor) -> Prepared:
     """Launch the preparation; padding rows of ``o`` become zero."""
     slots, bt, hv = _slots(problem, tables), problem.chunk_size, problem.value_heads
     prepared = Prepared(x.q.new_empty(slots, hv, bt, bt), x.q.new_empty(slots, hv, bt, bt),
                         x.q.new_empty(slots, hv, VECTORS.value, bt, dtype=torch.float32),
                         x.q.new_empty(slots, hv, dtype=torch.float32))  # fmt: skip
-    if slots:
-        prepare_kernel[(slots * hv,)](
-            x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, prepared.correction, prepared.scores, prepared.vectors,
-            prepared.decay, o, _tile(x.q, problem.heads * problem.key_width, (bt, c.key_block), c.tiles),
-            _tile(x.k, problem.heads * problem.key_width, (bt, c.key_block), c.tiles), *_boundaries(tables),
-            problem.scale, problem.tokens, problem.sequences, problem.chunks,
-            **prepare_constants(problem, c, tables is not None, x.dt_bias is not None),
-            **_options(c, c.prepare_warps, 1), **({"maxnreg": c.prepare_registers} if c.prepare_registers else {}),
-        )  # fmt: skip
+    width, block = problem.heads * problem.key_width, (bt, c.key_block)
+    limit = {"maxnreg": c.prepare_registers} if c.prepare_registers else {}
+    launch(
+        prepare_kernel, slots * hv,
+        (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, prepared.correction, prepared.scores, prepared.vectors,
+         prepared.decay, o, _tile(x.q, width, block, c.tiles), _tile(x.k, width, block, c.tiles), *_boundaries(tables)),
+        (problem.scale, problem.tokens, problem.sequences, problem.chunks),
+        prepare_constants(problem, c, tables is not None, x.dt_bias is not None),
+        _options(c, c.prepare_warps, 1) | limit,
+    )  # fmt: skip
     return prepared
 
 
@@ -230,11 +263,13 @@ def segment_states(problem: Problem, tables: ChunkTables | None, c: Configuratio
         parts += triton.cdiv(bk, bv)
     constants = segment_states_constants(problem, c, tables is not None, x.initial_state is not None)
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
-    segment_states_kernel[(problem.sequences * cuts * hv * parts,)](
-        x.q, x.k, x.v, *prepared[:4], x.initial_state, ends, transitions,
-        _tile(x.k, problem.heads * kw, (bt, bk), tiles), _tile(x.v, hv * vw, (bt, bv), tiles),
-        _tile(prepared.correction, bt, (bt, bt), tiles), cu_seqlens, chunk_offsets, problem.tokens, problem.sequences,
-        problem.chunks, c.span, **constants, **_options(c, c.chain_warps, constants["STAGES"]),
+    launch(
+        segment_states_kernel, problem.sequences * cuts * hv * parts,
+        (x.q, x.k, x.v, *prepared[:4], x.initial_state, ends, transitions,
+         _tile(x.k, problem.heads * kw, (bt, bk), tiles), _tile(x.v, hv * vw, (bt, bv), tiles),
+         _tile(prepared.correction, bt, (bt, bt), tiles), cu_seqlens, chunk_offsets),
+        (problem.tokens, problem.sequences, problem.chunks, c.span), constants,
+        _options(c, c.chain_warps, constants["STAGES"]),
     )  # fmt: skip
     return prepared._replace(ends=ends, transitions=transitions)
 
@@ -247,15 +282,17 @@ def chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Ope
     constants = chain_constants(problem, c, tables is not None, x.initial_state is not None, final_state is not None,
                                 prepared.states is not None)  # fmt: skip
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
-    forward_chain_kernel[(problem.sequences * constants["SEGMENTS"] * hv * triton.cdiv(vw, bv),)](
-        x.q, x.k, x.v, *prepared[:4], o, prepared.states, prepared.residuals, x.initial_state, final_state,
-        prepared.ends, prepared.transitions,
+    launch(
+        forward_chain_kernel, problem.sequences * constants["SEGMENTS"] * hv * triton.cdiv(vw, bv),
+        (x.q, x.k, x.v, *prepared[:4], o, prepared.states, prepared.residuals, x.initial_state, final_state,
+         prepared.ends, prepared.transitions,
         _tile(x.q, problem.heads * kw, (bt, bk), tiles), _tile(x.k, problem.heads * kw, (bt, bk), tiles),
         _tile(x.v, hv * vw, (bt, bv), tiles), _tile(prepared.correction, bt, (bt, bt), tiles),
         _tile(prepared.scores, bt, (bt, bt), tiles), _tile(prepared.states, bk, (bv, bk), tiles),
         _tile(prepared.residuals, bt, (bv, bt), tiles), _tile(prepared.transitions, bk, (bk, bk), tiles), cu_seqlens,
-        chunk_offsets, problem.tokens, problem.sequences, problem.chunks, c.span, **constants,
-        **_options(c, c.chain_warps, constants["STAGES"]),
+        chunk_offsets),
+        (problem.tokens, problem.sequences, problem.chunks, c.span), constants,
+        _options(c, c.chain_warps, constants["STAGES"]),
     )  # fmt: skip
 
 
@@ -325,12 +362,14 @@ def segment_gradients(problem: Problem, tables: ChunkTables | None, c: Configura
     hv, kw, vw = problem.value_heads, problem.key_width, problem.value_width
     constants = segment_gradients_constants(problem, c, tables is not None, dfinal_state is not None)
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
-    segment_gradients_kernel[(problem.sequences * cuts * hv * triton.cdiv(vw, bv),)](
-        x.q, x.k, do, *prepared[:4], dfinal_state, w.dends,
+    launch(
+        segment_gradients_kernel, problem.sequences * cuts * hv * triton.cdiv(vw, bv),
+        (x.q, x.k, do, *prepared[:4], dfinal_state, w.dends,
         _tile(x.q, problem.heads * kw, (bt, bk), tiles), _tile(x.k, problem.heads * kw, (bt, bk), tiles),
         _tile(do, hv * vw, (bt, bv), tiles), _tile(prepared.correction, bt, (bt, bt), tiles),
-        _tile(prepared.scores, bt, (bt, bt), tiles), cu_seqlens, chunk_offsets, problem.tokens, problem.sequences,
-        problem.chunks, c.reverse_span, **constants, **_options(c, c.reverse_warps, constants["STAGES"]),
+        _tile(prepared.scores, bt, (bt, bt), tiles), cu_seqlens, chunk_offsets),
+        (problem.tokens, problem.sequences, problem.chunks, c.reverse_span), constants,
+        _options(c, c.reverse_warps, constants["STAGES"]),
     )  # fmt: skip
 
 
@@ -346,16 +385,18 @@ def chains(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Op
     programs = (1 + recompute) * problem.sequences * hv * triton.cdiv(vw, bv)
     if part is None:
         programs *= constants["SEGMENTS"]
-    backward_chains_kernel[(programs,)](
-        x.q, x.k, x.v, do, *prepared[:6], w.dstates, w.dv, x.initial_state, dfinal_state, w.dinitial_state, w.counters,
+    launch(
+        backward_chains_kernel, programs,
+        (x.q, x.k, x.v, do, *prepared[:6], w.dstates, w.dv, x.initial_state, dfinal_state, w.dinitial_state, w.counters,
         prepared.ends, prepared.transitions, w.dends,
         _tile(x.q, problem.heads * kw, (bt, bk), tiles), _tile(x.k, problem.heads * kw, (bt, bk), tiles),
         _tile(x.v, hv * vw, (bt, bv), tiles), _tile(do, hv * vw, (bt, bv), tiles),
         _tile(prepared.correction, bt, (bt, bt), tiles), _tile(prepared.scores, bt, (bt, bt), tiles),
         _tile(prepared.states, bk, (bv, bk), tiles), _tile(prepared.residuals, bt, (bv, bt), tiles),
         _tile(w.dstates, bk, (bv, bk), tiles), _tile(prepared.transitions, bk, (bk, bk), tiles), cu_seqlens,
-        chunk_offsets, problem.tokens, problem.sequences, problem.chunks, c.slice_span or c.reverse_span, part or 0,
-        **constants, **_options(c, c.reverse_warps, c.reverse_stages),
+        chunk_offsets),
+        (problem.tokens, problem.sequences, problem.chunks, c.slice_span or c.reverse_span, part or 0), constants,
+        _options(c, c.reverse_warps, c.reverse_stages),
     )  # fmt: skip
 
 
@@ -364,16 +405,16 @@ def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x:
     """Launch the parallel half, of all slots or of so many from the first one on. What was dw in dv becomes dv."""
     block = (c.gradient_value_block, c.gradient_key_block)
     slots = _slots(problem, tables) if slots is None else slots
-    if slots:
-        gradients_kernel[(slots * problem.value_heads,)](
-            x.q, x.k, do, w.dv, x.g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
-            w.dstates, prepared.residuals, w.dq_parts, w.dk_parts, w.dq, w.dk, w.dg, w.dbeta, w.gate_sums, w.counters,
-            _tile(prepared.states, c.key_block, block, c.state_tiles),
-            _tile(w.dstates, c.key_block, block, c.state_tiles), *_boundaries(tables), problem.scale, problem.tokens,
-            problem.sequences, problem.chunks, first,
-            **gradients_constants(problem, c, tables is not None, x.dt_bias is not None),
-            **_options(c, c.gradient_warps, c.gradient_stages),
-        )  # fmt: skip
+    launch(
+        gradients_kernel, slots * problem.value_heads,
+        (x.q, x.k, do, w.dv, x.g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
+         w.dstates, prepared.residuals, w.dq_parts, w.dk_parts, w.dq, w.dk, w.dg, w.dbeta, w.gate_sums, w.counters,
+         _tile(prepared.states, c.key_block, block, c.state_tiles),
+         _tile(w.dstates, c.key_block, block, c.state_tiles), *_boundaries(tables)),
+        (problem.scale, problem.tokens, problem.sequences, problem.chunks, first),
+        gradients_constants(problem, c, tables is not None, x.dt_bias is not None),
+        _options(c, c.gradient_warps, c.gradient_stages),
+    )  # fmt: skip
 
 
 @functools.cache
@@ -414,12 +455,12 @@ def finish(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Op
     row_programs = triton.cdiv(problem.rows * problem.heads, c.finish_rows) if parts else 0
     programs = 2 * row_programs + problem.value_heads * problem.gate_in_kernel
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
-    if programs:
-        finish_kernel[(programs,)](
-            x.q, x.k, w.dq_parts, w.dk_parts, dq, dk, w.gate_sums, dA_log, ddt_bias, cu_seqlens, chunk_offsets,
-            problem.rows, problem.sequences, _slots(problem, tables), row_programs,
-            **finish_constants(problem, c, tables is not None, x.dt_bias is not None), **_options(c, 4, 1),
-        )  # fmt: skip
+    launch(
+        finish_kernel, programs,
+        (x.q, x.k, w.dq_parts, w.dk_parts, dq, dk, w.gate_sums, dA_log, ddt_bias, cu_seqlens, chunk_offsets),
+        (problem.rows, problem.sequences, _slots(problem, tables), row_programs),
+        finish_constants(problem, c, tables is not None, x.dt_bias is not None), _options(c, 4, 1),
+    )  # fmt: skip
     return dq, dk, dA_log, ddt_bias
 
 

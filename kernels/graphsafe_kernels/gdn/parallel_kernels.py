@@ -264,6 +264,7 @@ def gradients_kernel(
         if COUNTED:
             last_one = tl.atomic_add(counters + slot.to(tl.int64) * H + hq, 1, sem="acq_rel") == HV // H - 1
         if last_one:
+            row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
             part = row * (HV * K) + hq * (HV // H * K)
             whole = row * (H * K) + hq * K
             gather(q + whole, dq_parts + part, dq + whole, rows, H, HV, K, BT, KEY, ROWS, L2NORM)
