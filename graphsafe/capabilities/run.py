@@ -4,7 +4,7 @@ Requirements
 ------------
 1. Each probe runs in a process of its own with a time limit, since a failed capture can poison a process. One that
    crashes or does not end in time is a failed row that says how.
-2. The asking process starts no device and imports no adapter.
+2. The asking process starts no device and imports no adapter, where the runtime is named.
 3. ``require`` returns silently or raises one error that names every row that is not supported, with its reason.
    What was probed is remembered for the life of the process.
 """
@@ -19,6 +19,7 @@ import os
 import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -43,12 +44,13 @@ def capabilities(
     rows: Iterable[str] = (),
     time_limit: float = 120.0,
     jobs: int | None = None,
-    on_row: Callable[[Row], None] | None = None,
+    on_row: Callable[[Matrix, Row], None] | None = None,
 ) -> Matrix:
     """Probe the runtime ``name`` ("cpu", "cuda", "npu"; the best one here without a name) and return the matrix.
 
     ``rows``: names, groups or patterns (``"metadata.*"``); all without any. ``time_limit``: seconds for each row.
-    ``jobs``: processes at a time; half the processors if not given. ``on_row``: called as each row is known.
+    ``jobs``: processes at a time; half the processors if not given. ``on_row``: called as each row is known, with
+    the matrix so far.
 
     Raises ``ArgumentError`` for a pattern that fits no row, ``RuntimeMissingError`` where the runtime cannot be used.
     """
@@ -57,26 +59,30 @@ def capabilities(
     if runtime not in known_runtimes():
         get_runtime(runtime)  # raises, with what is known and how to install it
     width = min(jobs or max((os.cpu_count() or 2) // 2, 1), len(chosen))
+    order = {asked.name: place for place, asked in enumerate(chosen)}
+    known = threading.Lock()
     nurseries: queue.SimpleQueue[_Nursery] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
         for _ in range(width):
             nurseries.put(stack.enter_context(contextlib.closing(_Nursery())))
 
-        def one(asked: Probe) -> Row:
+        def one(asked: Probe) -> None:
             nursery = nurseries.get()
             try:
                 row = _probe(nursery, runtime, asked, time_limit)
             finally:
                 nurseries.put(nursery)
-            if on_row is not None:
-                on_row(row)
-            return row
+            with known:
+                matrix.rows.append(row)
+                matrix.rows.sort(key=lambda row: order[row.name])
+                if on_row is not None:
+                    on_row(matrix, row)
 
         first = nurseries.get()
         matrix = Matrix(runtime, _environment(first, runtime, time_limit))
         nurseries.put(first)
         with ThreadPoolExecutor(width) as pool:
-            matrix.rows = list(pool.map(one, chosen))
+            list(pool.map(one, chosen))
     return matrix
 
 
@@ -126,7 +132,7 @@ class _Nursery:
 
     def __init__(self) -> None:
         environment = {k: v for k, v in os.environ.items() if k not in _SETTINGS}
-        environment.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads that spin starve the other probes
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # probes run side by side
         environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "graphsafe.capabilities.nursery"],

@@ -3,13 +3,14 @@
 Requirements
 ------------
 1. The matrix goes to standard output, as a table, as one JSON object or as a Markdown page; progress goes to standard
-   error.
+   error. A file given by ``--out`` has the page (or JSON, by its name) of the rows so far at any time.
 2. Exit code 0: nothing failed; 1: a row failed; 2: the runtime cannot be used, or no such row.
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,6 +34,9 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown page.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the matrix there, anew after each row: .json, else Markdown.")
+    ] = None,
     time_limit: Annotated[float, typer.Option(min=1, help="Seconds for each row.")] = 120.0,
     jobs: Annotated[int | None, typer.Option(min=1, help="Rows at a time; half the processors if not given.")] = None,
     listing: Annotated[bool, typer.Option("--list", help="Show the rows and probe nothing.")] = False,
@@ -44,11 +48,17 @@ def doctor(
             typer.echo(f"{asked.name}: {asked.what}")
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("probing", total=len(chosen))
 
-        def told(row: Row) -> None:
+        def told(matrix: Matrix, row: Row) -> None:
             progress.update(task, advance=1, description=row.name)
+            if not console.is_terminal:
+                typer.echo(f"{len(matrix.rows)}/{len(chosen)} {row.name}: {row.result}, {row.seconds:.1f} s", err=True)
+            if out is not None:
+                text = json.dumps(matrix.as_dict()) if out.suffix == ".json" else matrix.markdown()
+                out.write_text(text, encoding="utf-8")
 
         matrix = capabilities(device, rows=rows or (), time_limit=time_limit, jobs=jobs, on_row=told)
     if as_json:

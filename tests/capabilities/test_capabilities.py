@@ -210,6 +210,20 @@ def test_the_list_probes_nothing(answers):
     assert answers == []
 
 
+@pytest.mark.parametrize("name", ["page.md", "page.json"])
+def test_a_file_has_the_rows_so_far(answers, tmp_path, name):
+    rows = ["--rows", "capture.replay", "--rows", "capture.events", "--jobs", "1"]
+    done = CliRunner().invoke(app, ["doctor", "--device", "cpu", "--out", str(tmp_path / name), *rows])
+    assert done.exit_code == 0, done.output
+    assert "2/2 capture.events: unsupported" in done.stderr
+    text = (tmp_path / name).read_text()
+    if name.endswith("json"):
+        assert [row["name"] for row in json.loads(text)["rows"]] == ["capture.replay", "capture.events"]
+    else:
+        assert text.startswith("# Capabilities of `cpu`")
+        assert "| `capture.events` |" in text
+
+
 # The real thing.
 
 
