@@ -48,14 +48,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "prepare freely": {"prepare_registers": 0},
     "prepare 128": {"prepare_registers": 128},
     "prepare 160": {"prepare_registers": 160},
-    "apart": {"overlap": 0},
-    "at the end": {"overlap": 1},
-    "early": {"overlap": 2},
-    "finish": {"counted": False},
-    "gather 32": {"gather_rows": 32},
-    "gather 64": {"gather_rows": 64},
+    "apart": {"overlap": False},
     "uncut": {"span": 0, "reverse_span": 0},
-    "unsliced": {"slice_span": 0, "keep_states": False},
+    "sliced": {"slice_span": 64, "keep_states": True},
+    "sliced 32": {"slice_span": 32, "keep_states": True},
 }  # fmt: skip
 TOUCHED = {
     "shipped": ("tables", "prepare", "cut", "chain", "reverse", "gradients", "finish"),
@@ -64,17 +60,12 @@ TOUCHED = {
     "prepare 128": ("prepare",),
     "prepare 160": ("prepare",),
     "apart": ("prepare",),
-    "at the end": (),
-    "early": (),
-    "prepare by pointers": ("prepare",),
-    "finish": ("gradients", "finish"),
-    "gather 32": ("gradients",),
-    "gather 64": ("gradients",),
     "uncut": ("chain",),
-    "unsliced": ("chain", "reverse"),
+    "sliced": ("chain", "reverse"),
+    "sliced 32": ("chain", "reverse"),
 }
 """The parts that a variant changes; chain and reverse where nothing is said."""
-WHOLE = ("shipped", "unsliced", "apart", "at the end", "early", "finish", "uncut", "recompute", "keep")
+WHOLE = ("shipped", "sliced", "sliced 32", "apart", "uncut", "recompute", "keep")
 """The variants timed as whole operators."""
 NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0")
 
@@ -247,8 +238,6 @@ def parts(case: Case) -> dict[str, Callable[[], Any]]:
     }
     if not c.span:
         del steps["cut"]
-    if c.counted or heads == hv:
-        del steps["finish"]
     return steps
 
 

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel's programs are placed while the previous kernel's last ones still run.
+"""Programmatic dependent launch: a kernel is launched while the previous one's last programs still finish.
 
 Requirements
 ------------
@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.language.extra.cuda import gdc_wait
 
     AVAILABLE = True
 except ImportError:  # Triton-Ascend and old versions: nobody may ask for it there
-    gdc_launch_dependents = gdc_wait = None
+    gdc_wait = None
     AVAILABLE = False
 
 __all__ = ["AVAILABLE", "follow"]
@@ -23,9 +23,10 @@ __all__ = ["AVAILABLE", "follow"]
 
 @triton.jit
 def follow(OVERLAP: tl.constexpr):
-    """Wait until everything before this launch is done and visible. OVERLAP 2: first let the next launch's programs
-    come, 1: they come when this launch's are done, 0: the launch is an ordinary one."""
-    if OVERLAP == 2:
-        gdc_launch_dependents()
-    if OVERLAP > 0:
+    """Wait until everything before this launch is done and visible.
+
+    Nothing here lets the next launch come earlier than at this one's end: early programs of a chain would crowd on the
+    first multiprocessors that are free, and run at half speed there.
+    """
+    if OVERLAP:
         gdc_wait()

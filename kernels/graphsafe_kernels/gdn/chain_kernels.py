@@ -74,33 +74,18 @@ def forward_chain(
 
 
 @triton.jit
-def clear_counters(counters, first, end, H: tl.constexpr):
-    """Write zero to one head's counters of slots [first, end)."""
-    for slot in tl.range(first, end):
-        tl.store(counters + slot * H, 0)
-
-
-@triton.jit
 def reverse_chain(
     n, segment, hv, i_v, q, k, do, correction, scores, vectors, decay, dw, dstates, dfinal_state, dinitial_state,
-    counters, dends, transitions,
+    dends, transitions,
     q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles, transitions_tiles,
     cu_seqlens, chunk_offsets, T, NT, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr, SLICED: tl.constexpr, COUNTED: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr, SLICED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The reverse chain of one sequence, segment, value head and block of V columns."""
     start, length, slot = locate_sequence(n, cu_seqlens, chunk_offsets, T, NT, PACKED)
-    if COUNTED:
-        if (i_v == 0) & (hv % (HV // H) == 0):
-            total = tl.cdiv(length, BT)
-            first = 0
-            if SEGMENTS > 1:
-                first = segment * span
-                total = tl.minimum(total, first + span)
-            clear_counters(counters + slot.to(tl.int64) * H + hv // (HV // H), first, total, H)
     at, mask = state_offsets(i_v, K, V, BK, BV, V_FIRST)
     base = (n.to(tl.int64) * HV + hv) * (K * V)
     chunks = length // BT if TILES else tl.cdiv(length, BT)
@@ -174,31 +159,29 @@ def forward_chain_kernel(
 @triton.jit(do_not_specialize=["T", "N", "NT", "span", "part"])
 def backward_chains_kernel(
     q, k, v, do, correction, scores, vectors, decay, states, residuals, dstates, dw,
-    initial_state, dfinal_state, dinitial_state, counters, ends, transitions, dends,
+    initial_state, dfinal_state, dinitial_state, ends, transitions, dends,
     q_tiles, k_tiles, v_tiles, do_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles, dstates_tiles,
     transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span, part,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
     RECOMPUTE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, STATE_STAGES: tl.constexpr,
-    SEGMENTS: tl.constexpr, SLICED: tl.constexpr, COUNTED: tl.constexpr, OVERLAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SEGMENTS: tl.constexpr, SLICED: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Both chains of the backward in one launch: the reverse chain, and with RECOMPUTE the state chain beside it.
 
     Grid: (RECOMPUTE + 1) programs per sequence, segment, value head and block. Writes dstates (the gradient of the
     state behind each chunk, laid out like states), dw ``[tokens, HV, V]``, dinitial_state, and with RECOMPUTE the
-    states before each chunk and the residuals, as :func:`forward_chain_kernel` does. With COUNTED the ``counters`` of
-    live slots become zero. SLICED: only segment ``part``, after the later ones, whose last launch left the gradient
-    behind it in ``dends``.
+    states before each chunk and the residuals, as :func:`forward_chain_kernel` does. SLICED: only
+    segment ``part``, after the later ones, whose last launch left the gradient behind it in ``dends``.
     """
     follow(OVERLAP)
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     i_v = pid % BLOCKS
     task = pid // BLOCKS
-    reverse = True
+    state = 0
     if RECOMPUTE:
-        reverse = task % 2 == 0
+        state = task % 2
         task = task // 2
     hv = task % HV
     task = task // HV
@@ -208,17 +191,18 @@ def backward_chains_kernel(
     else:
         segment = task % SEGMENTS
         n = task // SEGMENTS
-    if reverse:
+    if state == 0:
         reverse_chain(
             n, segment, hv, i_v, q, k, do, correction, scores, vectors, decay, dw, dstates, dfinal_state,
-            dinitial_state, counters, dends, transitions, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles,
+            dinitial_state, dends, transitions, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles,
             dstates_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, H, HV, K, V, BT, BK, BV, PACKED,
-            INITIAL, FINAL, V_FIRST, TILES, STAGES, SEGMENTS, SLICED, COUNTED, PRECISION,
+            INITIAL, FINAL, V_FIRST, TILES, STAGES, SEGMENTS, SLICED, PRECISION,
         )  # fmt: skip
-    else:
-        forward_chain(
-            n, segment, hv, i_v, q, k, v, correction, scores, vectors, decay, dw, states, residuals, initial_state,
-            dinitial_state, ends, transitions, q_tiles, k_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles,
-            residuals_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, H, HV, K, V, BT, BK, BV, PACKED,
-            INITIAL, False, V_FIRST, False, True, TILES, STATE_STAGES, SEGMENTS, PRECISION,
-        )  # fmt: skip
+    if RECOMPUTE:
+        if state == 1:
+            forward_chain(
+                n, segment, hv, i_v, q, k, v, correction, scores, vectors, decay, dw, states, residuals, initial_state,
+                dinitial_state, ends, transitions, q_tiles, k_tiles, v_tiles, correction_tiles, scores_tiles,
+                states_tiles, residuals_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, H, HV, K, V,
+                BT, BK, BV, PACKED, INITIAL, False, V_FIRST, False, True, TILES, STATE_STAGES, SEGMENTS, PRECISION,
+            )  # fmt: skip

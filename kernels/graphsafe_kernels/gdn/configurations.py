@@ -50,9 +50,7 @@ class Configuration:
     gradient_value_block: int
     gradient_warps: int
     gradient_stages: int
-    gather_rows: int
     finish_rows: int
-    counted: bool  # sums over value heads by the last program of each; else by a launch of their own
     keep_states: bool
     precision: str
     half_inverse: bool
@@ -61,7 +59,7 @@ class Configuration:
     span: int  # chunks of a segment in the forward; 0: sequences are not cut
     reverse_span: int  # the same in the backward; 0 or span
     slice_span: int  # chunks of the earlier of two slices of a backward, or 0; not with reverse_span
-    overlap: int  # see overlap_kernels
+    overlap: bool
 
 
 def _power(n: int) -> int:
@@ -85,7 +83,7 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
     """The configuration for a device of ``capability`` (see :func:`device_capability`)."""
     wide = dtype == torch.float32
     key = _power(problem.key_width)
-    # Triton 3.6 reads beyond shared memory where a warpgroup's right operand is 32 wide and comes through registers.
+    # Triton 3.6 reads beyond shared memory where a warpgroup's right operand is 32 wide and its load is not pipelined.
     warpgroups = capability == 90 and not wide and problem.chunk_size == 64
     if warpgroups:
         key = max(64, key)
@@ -113,8 +111,10 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
     span = _span(problem.chunks, programs)
     # A lone sequence of many heads leaves half the multiprocessors to the gradients of its later half.
     lone = span > 0 and 4 * programs > MULTIPROCESSORS
-    slice_span = -(-problem.chunks // 2) if lone and problem.sequences == 1 and capability >= 90 else 0
-    gradient_stages = 3 if state_tiles and key <= 128 else 1
+    slice_span = 0
+    gradient_stages = 3 if state_tiles and key <= 128 and problem.value_width <= 128 else 1
+    # One block of K is no loop, so nothing is pipelined there.
+    narrow = not warpgroups or (gradient_stages > 1 and problem.key_width > 32)
     return Configuration(
         key_block=key,
         chain_block=chain_block,
@@ -129,13 +129,11 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         prepare_warps=4 if problem.chunk_size >= 32 else 2,
         prepare_registers=168 if capability and not wide else 0,
         clear_block=min(value, 128),
-        gradient_key_block=min(key, 64 if warpgroups and gradient_stages == 1 else 32),
+        gradient_key_block=min(key, 32 if narrow else 64),
         gradient_value_block=gradient_block if rows % gradient_block == 0 else chain_block,
         gradient_warps=8 if capability >= 100 and key > 64 else 4,
         gradient_stages=gradient_stages,
-        gather_rows=16,
         finish_rows=16,
-        counted=True,
         # The backward's state chain is free where it fits beside the reverse chain; where it would not, the forward
         # keeps its states: about 0.75 KiB a token and value head at K = V = 128 in bf16.
         keep_states=2 * programs > MULTIPROCESSORS or slice_span > 0 or (span > 0 and not lone),
@@ -147,8 +145,7 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         # A backward runs two chains a segment, so it needs twice the room.
         reverse_span=0 if lone else span,
         slice_span=slice_span,
-        # Early programs of a chain would crowd on the first multiprocessors that are free.
-        overlap=(2 if programs > MULTIPROCESSORS else 1) if capability >= 90 and AVAILABLE else 0,
+        overlap=capability >= 90 and AVAILABLE,
     )
 
 

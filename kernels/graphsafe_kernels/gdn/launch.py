@@ -3,14 +3,15 @@
 Requirements
 ------------
 1. Grids and configurations follow from shapes, dtypes and the device alone, never from data.
-2. Forward: 2 launches, 3 where sequences are cut into segments. Backward: the chains, the gradients, and where gate
-   parameters are summed a third; with segments one more, with slices two more.
+2. Forward: 2 launches, 3 where sequences are cut into segments. Backward: the chains, the gradients, and where there
+   are sums over heads or tokens or a projection a third; with segments one more, with slices two more.
 3. Everything is allocated here, at each call, by the framework's allocator: inside a capture it belongs to the graph.
 4. Descriptors are used where the device has them and every tile is whole; else the same kernels load by pointers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from dataclasses import dataclass
@@ -155,15 +156,15 @@ def reverse_constants(p: Problem, c: Configuration, packed: bool, initial: bool,
     return {**_sizes(p), "BK": c.key_block, "BV": c.reverse_block, "PACKED": packed, "INITIAL": initial, "FINAL": final,
             "V_FIRST": p.state_v_first, "RECOMPUTE": recompute, "TILES": c.tiles, "STAGES": c.reverse_stages,
             "STATE_STAGES": c.state_stages, "SLICED": sliced,
-            "SEGMENTS": segments(p, c.slice_span if sliced else c.reverse_span), "COUNTED": counted(p, c),
-            "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
+            "SEGMENTS": segments(p, c.slice_span if sliced else c.reverse_span), "OVERLAP": c.overlap,
+            "PRECISION": c.precision}  # fmt: skip
 
 
 def gradients_constants(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[str, Any]:
     """Compile-time constants of :func:`gradients_kernel`."""
     return {**_sizes(p), "BK": c.gradient_key_block, "BV": c.gradient_value_block, "KEY": c.key_block,
             "PACKED": packed, "L2NORM": p.qk_l2norm, **_gates(p, bias), "TILES": c.state_tiles,
-            "STAGES": c.gradient_stages, "COUNTED": counted(p, c), "ROWS": c.gather_rows, "OVERLAP": c.overlap,
+            "STAGES": c.gradient_stages, "WHOLE": not parted(p), "OVERLAP": c.overlap,
             "PRECISION": c.precision}  # fmt: skip
 
 
@@ -171,12 +172,12 @@ def finish_constants(p: Problem, c: Configuration, packed: bool, bias: bool) -> 
     """Compile-time constants of :func:`finish_kernel`."""
     return {"H": p.heads, "HV": p.value_heads, "K": p.key_width, "BK": c.key_block, "ROWS": c.finish_rows,
             "PACKED": packed, "L2NORM": p.qk_l2norm, "GATE": p.gate_in_kernel, "BIAS": bias,
-            "PARTS": p.value_heads != p.heads and not c.counted, "SUMS": 256, "OVERLAP": c.overlap}  # fmt: skip
+            "PARTS": parted(p), "SUMS": 256, "OVERLAP": c.overlap}  # fmt: skip
 
 
-def counted(p: Problem, c: Configuration) -> bool:
-    """Whether a counter finds the program that sums a q/k head's parts."""
-    return c.counted and p.value_heads != p.heads
+def parted(p: Problem) -> bool:
+    """Whether dq and dk come in parts, to be summed over value heads or projected."""
+    return p.value_heads != p.heads or p.qk_l2norm
 
 
 def segments(p: Problem, span: int) -> int:
@@ -318,15 +319,11 @@ def _state_buffers(problem: Problem, tables: ChunkTables | None, c: Configuratio
 
 
 class Work(NamedTuple):
-    """What a backward writes: intermediates, then gradients. The parts of dq and dk per value head are the gradients
-    themselves where q has as many heads."""
+    """What a backward writes: intermediates, then gradients, dq and dk in parts (see :func:`parted`)."""
 
     dstates: torch.Tensor
-    counters: torch.Tensor | None
     dends: torch.Tensor | None
     gate_sums: torch.Tensor | None
-    dq_parts: torch.Tensor
-    dk_parts: torch.Tensor
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
@@ -339,14 +336,11 @@ def work(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Oper
     """The memory of a backward."""
     slots, hv, kw, vw = _slots(problem, tables), problem.value_heads, problem.key_width, problem.value_width
     cuts = segments(problem, c.slice_span or c.reverse_span) - 1
-    parts = [x.q.new_empty(*x.v.shape[:3], kw) for _ in range(2)]
-    counts = counted(problem, c)
     return Work(
         torch.empty_like(states),
-        x.q.new_empty(slots, problem.heads, dtype=torch.int32) if counts else None,
         x.q.new_empty(problem.sequences, cuts, hv, kw * vw, dtype=torch.float32) if cuts else None,
         x.q.new_empty(slots, hv, 2, dtype=torch.float32) if problem.gate_in_kernel else None,
-        *parts, *((torch.empty_like(x.q), torch.empty_like(x.k)) if counts else parts),
+        x.q.new_empty(*x.v.shape[:3], kw), x.q.new_empty(*x.v.shape[:3], kw),
         torch.empty_like(x.v), torch.empty_like(x.g), torch.empty_like(x.beta),
         None if x.initial_state is None else torch.empty_like(x.initial_state),
     )  # fmt: skip
@@ -387,7 +381,7 @@ def chains(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Op
         programs *= constants["SEGMENTS"]
     launch(
         backward_chains_kernel, programs,
-        (x.q, x.k, x.v, do, *prepared[:6], w.dstates, w.dv, x.initial_state, dfinal_state, w.dinitial_state, w.counters,
+        (x.q, x.k, x.v, do, *prepared[:6], w.dstates, w.dv, x.initial_state, dfinal_state, w.dinitial_state,
         prepared.ends, prepared.transitions, w.dends,
         _tile(x.q, problem.heads * kw, (bt, bk), tiles), _tile(x.k, problem.heads * kw, (bt, bk), tiles),
         _tile(x.v, hv * vw, (bt, bv), tiles), _tile(do, hv * vw, (bt, bv), tiles),
@@ -408,7 +402,7 @@ def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x:
     launch(
         gradients_kernel, slots * problem.value_heads,
         (x.q, x.k, do, w.dv, x.g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
-         w.dstates, prepared.residuals, w.dq_parts, w.dk_parts, w.dq, w.dk, w.dg, w.dbeta, w.gate_sums, w.counters,
+         w.dstates, prepared.residuals, w.dq, w.dk, w.dg, w.dbeta, w.gate_sums,
          _tile(prepared.states, c.key_block, block, c.state_tiles),
          _tile(w.dstates, c.key_block, block, c.state_tiles), *_boundaries(tables)),
         (problem.scale, problem.tokens, problem.sequences, problem.chunks, first),
@@ -419,8 +413,8 @@ def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x:
 
 @functools.cache
 def _beside(device: torch.device) -> torch.cuda.Stream:
-    """A stream for what runs beside the current one: of high priority, because the rest waits for it."""
-    return torch.cuda.Stream(device, priority=-1)
+    """A stream for what runs beside the current one."""
+    return torch.cuda.Stream(device)
 
 
 def sliced(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
@@ -429,20 +423,23 @@ def sliced(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Op
 
     The streams meet again before this returns, so memory and captures see one stream.
     """
-    slots = _slots(problem, tables)
-    run = functools.partial(chains, problem, tables, c, x, prepared, do, dfinal_state, w, recompute=False)
-    run(part=1)
+    chain = functools.partial(chains, problem, tables, c, x, prepared, do, dfinal_state, w, recompute=False)
+    apart = dataclasses.replace(c, overlap=False)  # these follow launches of two streams
+    rest = functools.partial(gradients, problem, tables, apart, x, prepared, do, w)
+    later = c.slice_span, _slots(problem, tables) - c.slice_span
+    chain(part=1)
     if x.q.device.type == "cuda":
         here, beside = torch.cuda.current_stream(), _beside(x.q.device)
-        beside.wait_stream(here)
+        half = here.record_event()
+        chain(part=0)  # first, so that it finds whole multiprocessors
+        beside.wait_event(half)
         with torch.cuda.stream(beside):
-            run(part=0)
-        gradients(problem, tables, c, x, prepared, do, w, c.slice_span, slots - c.slice_span)
+            rest(*later)
         here.wait_stream(beside)
     else:
-        run(part=0)
-        gradients(problem, tables, c, x, prepared, do, w, c.slice_span, slots - c.slice_span)
-    gradients(problem, tables, c, x, prepared, do, w, 0, c.slice_span)
+        chain(part=0)
+        rest(*later)
+    rest(0, c.slice_span)
 
 
 def finish(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, w: Work
@@ -450,14 +447,14 @@ def finish(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Op
     """Launch the last sums, where there are any; (dq, dk, dA_log, ddt_bias)."""
     dA_log = None if x.A_log is None else torch.empty_like(x.A_log)
     ddt_bias = None if x.dt_bias is None else torch.empty_like(x.dt_bias)
-    parts = problem.value_heads != problem.heads and not c.counted
+    parts = parted(problem)
     dq, dk = (torch.empty_like(x.q), torch.empty_like(x.k)) if parts else (w.dq, w.dk)
     row_programs = triton.cdiv(problem.rows * problem.heads, c.finish_rows) if parts else 0
     programs = 2 * row_programs + problem.value_heads * problem.gate_in_kernel
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
     launch(
         finish_kernel, programs,
-        (x.q, x.k, w.dq_parts, w.dk_parts, dq, dk, w.gate_sums, dA_log, ddt_bias, cu_seqlens, chunk_offsets),
+        (x.q, x.k, w.dq, w.dk, dq, dk, w.gate_sums, dA_log, ddt_bias, cu_seqlens, chunk_offsets),
         (problem.rows, problem.sequences, _slots(problem, tables), row_programs),
         finish_constants(problem, c, tables is not None, x.dt_bias is not None), _options(c, 4, 1),
     )  # fmt: skip

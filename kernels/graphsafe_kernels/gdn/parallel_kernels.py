@@ -21,9 +21,8 @@ Requirements
 2. Nothing is divided by beta.
 3. Rows beyond the sequence's end are masked as they are loaded. A sentinel slot reads no operand and clears its share
    of the padding rows of the gradients.
-4. Where several value heads share a q/k head, dq^ and dk^ are parts. With COUNTED, a counter tells the last program of
-   a slot and q/k head that all parts are stored, and that one sums and projects them; else ``finish_kernel`` does.
-   Orders of sums are fixed, whoever sums. Gate parameters get one partial sum per slot and head.
+4. dq^ and dk^ are parts per value head; ``finish_kernel`` sums them over the heads that share a q/k head, in their
+   order, and projects. Orders of sums are fixed: no atomics. Gate parameters get one partial sum per slot and head.
 """
 
 # ruff: noqa: SIM102  (a compile-time condition and a run-time one do not combine in a kernel)
@@ -39,18 +38,16 @@ from graphsafe_kernels.gdn.prepare_kernels import VECTORS
 @triton.jit
 def clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
                     V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                    KEYS: tl.constexpr):  # fmt: skip
-    """Write zero to padding rows of one value head's gradients, with KEYS also of the q/k head whose first it is."""
+                    WHOLE: tl.constexpr):  # fmt: skip
+    """Write zero to padding rows of one value head's gradients, with WHOLE also of its parts of dq and dk."""
     for column in tl.static_range(0, V, BV):
         clear_rows(dv + hv * V, first, end, HV * V, column, V, BT, BV)
     clear_rows(dg + hv, first, end, HV, 0, 1, BT, 1)
     clear_rows(dbeta + hv, first, end, HV, 0, 1, BT, 1)
-    if KEYS:
-        if hv % (HV // H) == 0:
-            hq = hv // (HV // H)
-            for column in tl.static_range(0, K, BK):
-                clear_rows(dq + hq * K, first, end, H * K, column, K, BT, BK)
-                clear_rows(dk + hq * K, first, end, H * K, column, K, BT, BK)
+    if WHOLE:
+        for column in tl.static_range(0, K, BK):
+            clear_rows(dq + hv * K, first, end, H * K, column, K, BT, BK)
+            clear_rows(dk + hv * K, first, end, H * K, column, K, BT, BK)
 
 
 @triton.jit
@@ -70,48 +67,20 @@ def value_scores(x, residuals, row, rows, HV: tl.constexpr, V: tl.constexpr, BT:
     return total
 
 
-@triton.jit
-def gather(x, parts, out, rows, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
-           KEY: tl.constexpr, ROWS: tl.constexpr, L2NORM: tl.constexpr):  # fmt: skip
-    """The gradient of one q/k head from its value heads' parts, summed in their order, and with L2NORM projected: that
-    of x from that of ``y = r x`` is ``r (dy - y <y, dy>)``, r = (sum x^2 + 1e-6)^-1/2.
-
-    Pointers to the first of BT rows: x, out ``[tokens, H, K]``, parts ``[tokens, HV, K]``, the same memory as out where
-    H is HV. ROWS at a time.
-    """
-    j = tl.arange(0, KEY)
-    for first in tl.range(0, BT, ROWS, num_stages=1):
-        i = first + tl.arange(0, ROWS)
-        live = (i < rows)[:, None] & (j < K)[None, :]
-        at = i[:, None] * (HV * K) + j[None, :]
-        d = tl.zeros([ROWS, KEY], tl.float32)
-        for head in tl.static_range(HV // H):
-            # past the L1: other multiprocessors wrote these
-            d += tl.load(parts + at + head * K, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
-        at = i[:, None] * (H * K) + j[None, :]
-        if L2NORM:
-            y = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
-            r = tl.rsqrt(tl.sum(y * y, 1) + 1e-6)
-            y *= r[:, None]
-            d = (d - y * tl.sum(y * d, 1)[:, None]) * r[:, None]
-        tl.store(out + at, d.to(out.dtype.element_ty), mask=live)
-
-
 @triton.jit(do_not_specialize=["scale", "T", "N", "NT", "first_slot"])
 def gradients_kernel(
-    q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq_parts, dk_parts, dq, dk, dg,
-    dbeta, gate_sums, counters, states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale,
+    q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq, dk, dg, dbeta, gate_sums,
+    states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale,
     T, N, NT, first_slot,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KEY: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    COUNTED: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per slot from first_slot on and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and
-    becomes dv; parts ``[tokens, HV, K]`` of dq and dk ``[tokens, H, K]``, the same memory where H is HV; dg, dbeta
-    ``[tokens, HV]`` for the raw inputs; gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE; counters
-    ``[slots, H]`` int32, zero for live slots, with COUNTED. States have V and K rounded up to whole blocks."""
-    KEYS: tl.constexpr = COUNTED or H == HV
+    becomes dv; dq, dk ``[tokens, HV, K]`` are parts, or with WHOLE the gradients themselves; dg, dbeta
+    ``[tokens, HV]`` for the raw inputs; gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE. States have V and
+    K rounded up to whole blocks."""
     DT: tl.constexpr = k.dtype.element_ty
     KEEP: tl.constexpr = BV >= V
     STATE_ROWS: tl.constexpr = (V + BV - 1) // BV * BV
@@ -123,7 +92,7 @@ def gradients_kernel(
     if PACKED:
         if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
             first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
-            clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV, KEYS)
+            clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV, WHOLE)
             return
     row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
     hq = hv // (HV // H)
@@ -224,14 +193,14 @@ def gradients_kernel(
         tq = tq * (grown * scale)[:, None]
         p += tl.sum(tq * qb.to(tl.float32), 1)
         tq = tl.dot(Zq, kb, tq, input_precision=PRECISION)
-        tl.store(dq_parts + row * (HV * K) + hv * K + place, tq.to(dq_parts.dtype.element_ty), mask=live)
+        tl.store(dq + row * (HV * K) + hv * K + place, tq.to(dq.dtype.element_ty), mask=live)
         tk = tk * (0.0 - b * grown)[:, None]
         r += tl.sum(tk * kf, 1)
         td = td * (b * shrunk)[:, None]
         kc += tl.sum(td * kf, 1)
         tk = tl.dot(Zk, qb, tk + td, input_precision=PRECISION)
         tk = tl.dot(Yk, kb, tk, input_precision=PRECISION)
-        tl.store(dk_parts + row * (HV * K) + hv * K + place, tk.to(dk_parts.dtype.element_ty), mask=live)
+        tl.store(dk + row * (HV * K) + hv * K + place, tk.to(dk.dtype.element_ty), mask=live)
     if not KEEP:
         tl.debug_barrier()  # every thread has read dw before it becomes dv
         for column in tl.static_range(0, V, BV):
@@ -258,21 +227,10 @@ def gradients_kernel(
     if SIGMOID:
         db *= b * (1.0 - b / FACTOR)
     tl.store(dbeta + token, db.to(dbeta.dtype.element_ty), mask=m)
-    last_one = True
-    if COUNTED or (L2NORM and H == HV):
-        tl.debug_barrier()  # every thread has stored its share
-        if COUNTED:
-            last_one = tl.atomic_add(counters + slot.to(tl.int64) * H + hq, 1, sem="acq_rel") == HV // H - 1
-        if last_one:
-            row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
-            part = row * (HV * K) + hq * (HV // H * K)
-            whole = row * (H * K) + hq * K
-            gather(q + whole, dq_parts + part, dq + whole, rows, H, HV, K, BT, KEY, ROWS, L2NORM)
-            gather(k + whole, dk_parts + part, dk + whole, rows, H, HV, K, BT, KEY, ROWS, L2NORM)
     if PACKED:
         first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
         if first < end:
-            clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV, KEYS)
+            clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV, WHOLE)
 
 
 @triton.jit(do_not_specialize=["T", "N", "slots", "row_programs"])

@@ -139,18 +139,26 @@ def prepare_kernel(
     tl.store(scores + tile, P.to(scores.dtype.element_ty))
     C = tl.where(low, KK * between * rk[:, None] * rk[None, :], 0.0)
     X = correction_tile(C, b, BT, tl.float16 if INVERSE == "fp16" else tl.float32, PRECISION)
-    tl.store(correction + tile, X.to(correction.dtype.element_ty))
     if REFINE and INVERSE == "fp16":
-        if tl.max(b, 0) > 1.0:
-            # Everything again, from memory: kept, it would take registers that the rest needs, branch taken or not.
+        half = X.to(tl.float16)
+        refined = tl.max(b, 0) > 1.0
+        # What the refinement starts from is left in the output as fp16, and everything else is made again from memory:
+        # kept, it would take registers that the rest needs, branch taken or not.
+        bits = (correction + tile).to(tl.pointer_type(tl.int16), bitcast=True)
+        rounded = half.to(tl.float32).to(correction.dtype.element_ty)
+        tl.store(bits, tl.where(refined, half.to(tl.int16, bitcast=True), rounded.to(tl.int16, bitcast=True)))
+        if refined:
             tl.debug_barrier()
             C = key_products(k, base, m, tl.load(vec + 4 * BT), tl.load(vec + 5 * BT), K, BT, BK, PRECISION)
             b = tl.load(vec + BT)
-            rounded = tl.load(correction + tile)
-            X = refine_tile(rounded.to(tl.float16), C, b, BT)
+            half = tl.load(bits).to(tl.float16, bitcast=True)
+            X = refine_tile(half, C, b, BT)
             # A row is refined for its own and earlier tokens' beta alone, so that later ones change nothing.
-            reached = tl.max(tl.where(low, b[None, :], 0.0), 1) > 1.0
-            tl.store(correction + tile, tl.where(reached[:, None], X.to(rounded.dtype), rounded))
+            reached = tl.max(tl.where(i[:, None] >= i[None, :], b[None, :], 0.0), 1) > 1.0
+            X = tl.where(reached[:, None], X, half.to(tl.float32))
+            tl.store(correction + tile, X.to(correction.dtype.element_ty))
+    else:
+        tl.store(correction + tile, X.to(correction.dtype.element_ty))
     if PACKED:
         first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
         if first < end:

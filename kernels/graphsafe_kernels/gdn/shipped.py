@@ -55,8 +55,7 @@ def _kernels(p: launch.Problem, c: Configuration, dtype: torch.dtype, full: bool
     fp32 = dict.fromkeys(("g", "beta", "vectors", "decay", "dg", "dbeta"), "*fp32")
     gates = dict.fromkeys(("A_log", "dt_bias", "gate_sums", "dA_log", "ddt_bias"), gate)
     states = dict.fromkeys(("initial_state", "final_state", "dfinal_state", "dinitial_state"), state)
-    counters = {"counters": "*i32" if launch.counted(p, c) else None}
-    common = {**tokens, **fp32, **gates, **states, **counters, **_TABLES, **_SCALARS}
+    common = {**tokens, **fp32, **gates, **states, **_TABLES, **_SCALARS}
     element = "bf16" if dtype == torch.bfloat16 else "fp16"
 
     def tile(rows: int, columns: int, use: bool = c.tiles, element: str = element) -> str | None:
@@ -103,5 +102,4 @@ def _kernels(p: launch.Problem, c: Configuration, dtype: torch.dtype, full: bool
         constants = launch.gradients_constants(p, c, True, full)
         types = {**common, **kept, "states_tiles": block, "dstates_tiles": block}
         yield entry(launch.gradients_kernel, types, constants, c.gradient_warps, c.gradient_stages)
-    if full:
-        yield entry(launch.finish_kernel, common, launch.finish_constants(p, c, True, full), 4, 1)
+    yield entry(launch.finish_kernel, common, launch.finish_constants(p, c, True, full), 4, 1)
