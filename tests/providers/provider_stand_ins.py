@@ -17,8 +17,11 @@ from graphsafe_kernels.kda import chunk_kda as own_kda
 
 
 def fla_npu(calls: list[dict[str, Any]]) -> types.ModuleType:
-    """``fla_npu.ops.ascendc`` with the fused KDA forward: host boundaries, packed batches of rank 3, q and k taken as
-    they are, states written into ``initial_state``, 12 results."""
+    """``fla_npu.ops.ascendc`` with both fused forwards: host boundaries, q and k taken as they are.
+
+    KDA: packed batches of rank 3, states written into ``initial_state``, 12 results. GDN: q, k and v head by head, g,
+    beta and o token by token, chunks listed for a packed batch, 10 results.
+    """
     module = types.ModuleType("fla_npu.ops.ascendc")
 
     def chunk_kda_fwd(
@@ -69,7 +72,51 @@ def fla_npu(calls: list[dict[str, Any]]) -> types.ModuleType:
             initial_state.copy_(state)
         return (o[0] if packed else o, state if output_final_state else None, *[None] * 9, initial_state)
 
+    def chunk_gated_delta_rule_fwd(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        *,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        chunk_size: int = 64,
+        cu_seqlens: tuple[int, ...] | None = None,
+        chunk_indices: tuple[int, ...] | None = None,
+        scale: float | None = None,
+        use_exp2: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_gate_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
+        disable_recompute: bool = True,
+        return_intermediate_states: bool = False,
+        state_v_first: bool = False,
+        a_log: None = None,
+        dt_bias: None = None,
+        layout: str = "BNSD",
+    ) -> tuple[Any, ...]:
+        calls.append(dict(locals()))
+        assert layout == "BNSD"
+        assert q.is_contiguous()
+        switches = (use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, use_gate_in_kernel, state_v_first)
+        assert not any(switches)
+        assert (cu_seqlens is None) == (chunk_indices is None)
+        boundaries = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32)
+        o, state = own_gated_delta_rule(
+            *(t.transpose(1, 2) for t in (q, k, v)),
+            g,
+            beta.to(q.dtype),
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=boundaries,
+        )
+        return (o, state, *[None] * 4, q, k, None, None)
+
     module.chunk_kda_fwd = chunk_kda_fwd  # type: ignore[attr-defined]
+    module.chunk_gated_delta_rule_fwd = chunk_gated_delta_rule_fwd  # type: ignore[attr-defined]
     return module
 
 

@@ -121,6 +121,40 @@ def test_fla_npu_gets_what_it_needs_and_gives_what_is_right(states: bool, packed
 
 
 @pytest.mark.usefixtures("npu_library")
+@pytest.mark.parametrize("packed", [False, True])
+def test_fla_npu_gets_gdn_head_by_head(packed: bool, calls: Calls) -> None:
+    call = operands("chunk_gated_delta_rule", width=128)
+    if not packed:
+        del call["cu_seqlens"]
+    options = {
+        "use_qk_l2norm_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "initial_state": torch.ones(2 if packed else 1, 2, 128, 128),
+        "output_final_state": True,
+    }
+    request = request_of("chunk_gated_delta_rule", **call, **options)
+    got = FlaNpuProvider().function("chunk_gated_delta_rule")(**request.arguments)
+    same(got, chunk_gated_delta_rule(**call, **options))
+    assert calls[0]["q"].shape == (1, 1, 70, 128)
+    assert calls[0]["g"].shape == (1, 70, 2)
+    assert calls[0]["chunk_indices"] == ((0, 0, 1, 0) if packed else None)
+
+
+def test_fla_npu_refuses_what_its_gdn_has_not() -> None:
+    service = _anywhere(FlaNpuProvider().services["chunk_gated_delta_rule"])
+
+    def refusal(width: int = 128, **changes: Any) -> str:
+        call = operands("chunk_gated_delta_rule", dtype=torch.float16, width=width)
+        return str(service.refusal(request_of("chunk_gated_delta_rule", **call, **changes)))
+
+    assert refusal() == "None"
+    assert "K = 64, V = 64" in refusal(width=64)
+    assert "it has no use_gate_in_kernel, A_log" in refusal(A_log=GATE["A_log"], use_gate_in_kernel=True)
+    assert "it has no state_v_first" in refusal(state_v_first=True)
+    assert "not graph-safe" in refusal(use_graph=True)
+
+
+@pytest.mark.usefixtures("npu_library")
 def test_fla_npu_takes_half_precision(calls: Calls) -> None:
     call = operands(width=64, dtype=torch.float16)
     o, _ = FlaNpuProvider().function("chunk_kda")(**call)
