@@ -322,6 +322,11 @@ class BaseRuntime:
         """
         return Capture(self, pool, copied_inputs, guard=guard)
 
+    @property
+    def capturing(self) -> bool:
+        """Whether this thread is inside a capture, of whichever runtime."""
+        return one_capture.running_here
+
     def guard(self) -> Capture:
         """The guard of a capture that is thrown away: it runs the rules and leaves no graph."""
         return Capture(self, None, None, discard=True)

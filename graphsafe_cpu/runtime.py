@@ -5,18 +5,21 @@ Requirements
 1. A capture runs the body once, for real, records it on a :class:`~graphsafe_cpu.tape.Tape`, and undoes what it
    changed, so that a captured body has the effect that it has on a device: none.
 2. Replay, poison and memory follow the contract of every runtime; nothing is simulated away.
-3. With Triton's interpreter (TRITON_INTERPRET=1) kernel launches on CPU tensors are recorded like operators.
+3. Code that asks torch whether a stream is being captured takes the path that it takes on a device.
+4. With Triton's interpreter (TRITON_INTERPRET=1) kernel launches on CPU tensors are recorded like operators.
 """
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from graphsafe._capturing import answering
 from graphsafe._watch import Recorder, Watch
 from graphsafe.base import BaseGraph, BaseRuntime
 from graphsafe.errors import error
@@ -101,11 +104,13 @@ class CpuRuntime(BaseRuntime):
     def _recorder(self, graph: CpuGraph) -> Recorder:
         return graph.tape
 
-    def _also_watching(self, watch: Watch, graph: CpuGraph | None) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _also_watching(self, watch: Watch, graph: CpuGraph | None) -> Iterator[None]:
         tape = None if graph is None else graph.tape
         if tape is not None:
             tape.watch = watch
-        return interpreted_launches(watch, tape)
+        with interpreted_launches(watch, tape), answering(graph is not None):
+            yield
 
     def _end(self, graph: CpuGraph) -> None:
         graph.tape.finish()

@@ -14,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 
+from graphsafe._capturing import answering
 from graphsafe._escape import escapes
 from graphsafe._launches import traced_launches
 from graphsafe._location import Location
@@ -127,9 +128,9 @@ class _Lint:
         host_random = host_random_state()
         try:
             with contextlib.ExitStack() as active:
-                active.enter_context(_answering(capturing))
                 active.enter_context(watch.active())
                 active.enter_context(self.runtime._also_watching(watch, None))
+                active.enter_context(answering(capturing))
                 active.enter_context(traced_launches(watch.launched))
                 result = self.fn(*self.args, **self.kwargs)
             watch.returned(tensors(result))
@@ -148,24 +149,6 @@ class _Lint:
             generators.restore()
         self.earlier = watch.tables
         return watch
-
-
-@contextlib.contextmanager
-def _answering(capturing: bool) -> Iterator[None]:
-    """Code that asks whether a stream is captured is judged on the path that it takes when one is.
-
-    Builds of torch without CUDA do not answer at all, so the warm-up needs an answer too.
-    """
-    candidates: list[Any] = [torch.cuda, getattr(torch, "npu", None)]
-    devices = [m for m in candidates if hasattr(m, "is_current_stream_capturing")]
-    originals = [d.is_current_stream_capturing for d in devices]
-    for device in devices:
-        device.is_current_stream_capturing = lambda: capturing
-    try:
-        yield
-    finally:
-        for device, original in zip(devices, originals, strict=True):
-            device.is_current_stream_capturing = original
 
 
 def _escaped(watch: CollectingWatch, kept: list[torch.Tensor]) -> list[Finding]:

@@ -10,7 +10,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import graphsafe as gs
-from graphsafe.testing.suite.checks import captured, refused
+from graphsafe.testing.suite.checks import Worker, captured, refused
 from graphsafe_cpu.memory import live_bytes
 
 rt = gs.get_runtime("cpu")
@@ -206,3 +206,24 @@ def test_the_peak_is_the_most_that_was_seen():
     del held
     figures = rt.memory()
     assert figures.held < most <= figures.peak
+
+
+def test_code_that_asks_whether_a_stream_is_captured_is_answered():
+    answers = []
+    x = torch.ones(2)
+
+    def body():
+        answers.append((torch.cuda.is_current_stream_capturing(), rt.capturing))
+        return x + 1
+
+    before = torch.cuda.is_current_stream_capturing
+    rt.warm_up(body)
+    elsewhere = []
+    worker = Worker(lambda: elsewhere.append((torch.cuda.is_current_stream_capturing(), rt.capturing)))
+    with rt.capture() as graph:
+        graph.outputs(body())
+        assert worker.result() is None
+    assert answers == [(False, False), (True, True)]
+    assert elsewhere == [(False, False)]
+    assert torch.cuda.is_current_stream_capturing is before
+    assert not rt.capturing
