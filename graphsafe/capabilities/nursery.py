@@ -13,6 +13,7 @@ Requirements
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -50,6 +51,7 @@ def _be_the_child(runtime: str, row: str, found: Path, said: Path) -> None:
     code = 1
     try:
         os.setsid()
+        faulthandler.disable()  # it would write to where the parent told it
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, 0)
         os.dup2(nothing, 1)

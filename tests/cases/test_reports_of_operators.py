@@ -190,7 +190,7 @@ def test_automodel_2147_packed_samples_are_the_samples_alone_in_a_graph(runtime,
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_transformer_engine_2898_garbage_behind_the_batch_reaches_no_weight(runtime, kind, layer):
-    """TransformerEngine 2898: garbage at padded rows reached weight gradients. NaN behind the live total, full layer."""
+    """TransformerEngine 2898: garbage at padded rows reached weight gradients: a full layer, NaN behind the batch."""
     lengths = [40, 13]
     x = data(runtime, 1, 53, 32)
     own = copy.deepcopy(layer)
