@@ -15,7 +15,16 @@ from typing import Any
 
 from graphsafe.bench import text
 from graphsafe.bench.modes import MODES
-from graphsafe.bench.summary import GROUPS, absent_arms, findings, grouped_losses, naming, table_of, with_modes
+from graphsafe.bench.summary import (
+    GROUPS,
+    absent_arms,
+    clocks_of,
+    findings,
+    grouped_losses,
+    naming,
+    table_of,
+    with_modes,
+)
 from graphsafe.errors import error
 
 __all__ = ["render", "write_html"]
@@ -59,7 +68,7 @@ def render(report: Mapping[str, Any]) -> str:
         report=report,
         environment=report["environment"],
         results=report["results"],
-        clocks=["wall"] if report["environment"]["runtime"] == "cpu" else ["wall", "device"],
+        clocks=clocks_of(report["environment"]),
         modes=MODES,
         who=naming(report["results"]),
         with_modes=with_modes(report["results"]),

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from graphsafe.bench import text
 from graphsafe.bench.modes import MODES
-from graphsafe.bench.summary import GROUPS, findings, grouped_losses, naming, table_of, with_modes
+from graphsafe.bench.summary import GROUPS, clocks_of, findings, grouped_losses, naming, table_of, with_modes
 
 __all__ = ["print_report", "write_json"]
 
@@ -39,15 +39,14 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     console.print(
         f"graphsafe {environment['graphsafe']} ({environment['commit'] or 'installed'}) on {environment['device']}, "
         f"torch {environment['torch']}, triton {environment['triton'] or 'absent'}, "
-        f"{environment['protocol']['samples']} samples an arm",
+        f"{text.samples(environment['protocol'])}",
         highlight=False,
     )
     served = ", ".join(f"{operator} by {kind}" for operator, kind in environment["served_by"].items())
     console.print(f"this project's operators here: {served}", highlight=False)
     if any(result["status"] != "ok" for result in report["results"]):
         _print(console, _lost(report["results"]))
-    clocks = ("wall",) if environment["runtime"] == "cpu" else ("wall", "device")
-    for clock in clocks:
+    for clock in clocks_of(environment):
         _print(console, _times(report["results"], clock))
     for table in _summary(report["results"]):
         _print(console, table)

@@ -140,6 +140,8 @@ class Bench:
             stage(f"{name}: checks")
             self._check(workload, name, oracle, results[name], prepared)
         del oracle
+        if not self.protocol.samples:
+            return
         arms = {f"{name} {arm}": call for name, p in prepared.items() for arm, call in p.arms.items()}
         if arms:
             self._time(arms, results, lambda taken: stage(f"samples: {taken} of {self.protocol.samples}"))

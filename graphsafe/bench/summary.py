@@ -14,7 +14,17 @@ from typing import Any
 from graphsafe.bench import text
 from graphsafe.bench.comparison import worst_error
 
-__all__ = ["GROUPS", "Group", "absent_arms", "findings", "grouped_losses", "naming", "table_of", "with_modes"]
+__all__ = [
+    "GROUPS",
+    "Group",
+    "absent_arms",
+    "clocks_of",
+    "findings",
+    "grouped_losses",
+    "naming",
+    "table_of",
+    "with_modes",
+]
 
 Result = Mapping[str, Any]
 Row = tuple[str, ...]
@@ -24,6 +34,13 @@ def naming(results: Sequence[Result]) -> Callable[[Result], str]:
     """A result's name: with its provider where several are in the report."""
     several = len({r["provider"] for r in results}) > 1
     return lambda r: f"{r['label']} [{r['provider']}]" if several else str(r["label"])
+
+
+def clocks_of(environment: Mapping[str, Any]) -> tuple[str, ...]:
+    """The clocks that a run has a table for: on a CPU both are one, and a run that only checked has none."""
+    if not environment["protocol"]["samples"]:
+        return ()
+    return ("wall",) if environment["runtime"] == "cpu" else ("wall", "device")
 
 
 def with_modes(results: Sequence[Result]) -> list[Result]:

@@ -21,6 +21,7 @@ __all__ = [
     "microseconds",
     "percent",
     "ratio",
+    "samples",
     "seconds",
     "some_of",
     "spread",
@@ -49,6 +50,11 @@ def percent(value: float | None, *, signed: bool = True) -> str:
         return DASH
     digits = 0 if abs(value) >= 0.0995 else 1
     return f"{value * 100:+.{digits}f} %" if signed else f"{value * 100:.{digits}f} %"
+
+
+def samples(protocol: Mapping[str, Any]) -> str:
+    """``40 samples an arm``, or that nothing was timed."""
+    return f"{protocol['samples']} samples an arm" if protocol["samples"] else "checked, not timed"
 
 
 def spread(values: Sequence[float]) -> str:

@@ -29,8 +29,8 @@ _FLUSH_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Protocol:
-    """``samples`` per arm (an even number is taken), ``warm`` untimed calls before, ``budget_s`` seconds for a case's
-    arms together, at least ``least`` samples."""
+    """``samples`` per arm (an even number is taken; with 0 results are checked and nothing is timed or counted),
+    ``warm`` untimed calls before, ``budget_s`` seconds for a case's arms together, at least ``least`` samples."""
 
     samples: int = 40
     warm: int = 3

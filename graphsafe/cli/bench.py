@@ -53,6 +53,9 @@ def bench(
     ] = None,
     tolerance: Annotated[float, typer.Option(min=0, help="The share by which a time may grow.")] = 0.05,
     samples: Annotated[int | None, typer.Option(min=2, help="Samples of each arm.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check results, gradients and replays, and take no times.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder of report.json, report.html, journal.")] = Path("bench-report"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the journal of an interrupted run.")] = False,
     html: Annotated[bool, typer.Option(help="Write the page too.")] = True,
@@ -73,7 +76,7 @@ def bench(
     from graphsafe_kernels.providers import DEFAULT
 
     providers = [*(compare or ()), *(provider or ())] or [DEFAULT]
-    run = _bench(runtime, chosen, providers, _protocol(quick, samples), out, resume)
+    run = _bench(runtime, chosen, providers, _protocol(quick, samples, check), out, resume)
     if against is not None:
         from graphsafe.bench.regressions import compare_runs, read_report, require_comparable
 
@@ -114,9 +117,11 @@ def _chosen(presets: Sequence[str], file: Path | None, quick: bool, only: Sequen
     return kept
 
 
-def _protocol(quick: bool, samples: int | None) -> Protocol:
+def _protocol(quick: bool, samples: int | None, check: bool) -> Protocol:
     from graphsafe.bench.timing import Protocol
 
+    if check:
+        return Protocol(samples=0, warm=0, least=0)
     return Protocol(samples or 14, warm=1, budget_s=8.0, least=6) if quick else Protocol(samples or 40)
 
 

@@ -53,6 +53,24 @@ def test_a_run_writes_its_files_and_prints_its_tables() -> None:
     assert report["results"][0]["case"]["group"] == "mine"
 
 
+def test_a_run_that_only_checks_takes_no_times() -> None:
+    done = command("--cases", "gdn.json", "--check", "--compare", "graphsafe", "reference")
+    assert done.exit_code == 0, done.output
+    assert "checked, not timed" in done.output
+    assert "Time of a call" not in done.output
+    report = json.loads(Path("bench-report/report.json").read_text())
+    assert [(r["status"], r["times"], r["checks"]["replay"]) for r in report["results"]] == [("ok", {}, True)] * 2
+    assert report["conformance"][0]["providers"]["reference"]["error"]["error"] < 1e-4
+    assert "nothing was timed" in Path("bench-report/report.html").read_text()
+
+
+def test_a_planted_wrong_result_is_caught_by_a_check_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._providers, "planted", Planted(lambda o: o * 1.01))
+    done = command("--cases", "gdn.json", "--check", "--provider", "planted", "--no-html")
+    assert done.exit_code == 1
+    assert "wrong: eager-live: o differs from fp64" in done.output
+
+
 def test_json_alone_on_stdout() -> None:
     done = command("--cases", "mine.json", "--json", "--no-html")
     assert done.exit_code == 0
