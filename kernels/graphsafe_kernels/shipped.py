@@ -25,6 +25,7 @@ MODULES = (
     "graphsafe_kernels.gdn.shipped",
     "graphsafe_kernels.kda.shipped",
     "graphsafe_kernels.layers.clear",
+    "graphsafe_kernels.layers.split",
     "graphsafe_kernels.norm.shipped",
 )
 """Modules with a function ``shipped(policy) -> Iterator[Shipped]``."""

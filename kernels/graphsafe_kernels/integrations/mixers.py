@@ -25,6 +25,7 @@ from graphsafe_kernels.gdn import chunk_gated_delta_rule
 from graphsafe_kernels.integrations.packing import Packed
 from graphsafe_kernels.kda import chunk_kda
 from graphsafe_kernels.layers.batch import Batch
+from graphsafe_kernels.layers.split import split
 from graphsafe_kernels.norm import rms_norm_gated
 
 __all__ = ["MIXERS", "adapt_mixer"]
@@ -122,7 +123,7 @@ def _run(mixer: Mixer, layer: Any, hidden_states: torch.Tensor, packed: Packed |
     layout = batch.operator_arguments()
     y, _ = causal_conv1d(p.qkv, layer.conv1d.weight.squeeze(1), layer.conv1d.bias, activation="silu", **layout)
     *widths, key_width, value_width = mixer.widths(layer)
-    q, k, v = y.split(widths, -1)
+    q, k, v = split(y, widths)
     A_log, dt_bias = mixer.gate(layer)
     o, _ = mixer.operator(
         q=q.unflatten(-1, (-1, key_width)), k=k.unflatten(-1, (-1, key_width)), v=v.unflatten(-1, (-1, value_width)),

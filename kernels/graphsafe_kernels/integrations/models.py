@@ -95,8 +95,8 @@ def _choose_experts(model: Any) -> None:
     """Experts as products over all of them, or over gathered weights: which tokens they get is never read."""
     if not any(hasattr(m, "gate_up_proj") and hasattr(m, "num_experts") for m in model.modules()):
         return
-    cpu = next(model.parameters()).device.type == "cpu"
-    model.set_experts_implementation("batched_mm" if cpu else "grouped_mm")
+    cuda = next(model.parameters()).device.type == "cuda"
+    model.set_experts_implementation("grouped_mm" if cuda else "batched_mm")
 
 
 def _packed(model: nn.Module, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> Packed | None:

@@ -27,6 +27,7 @@ from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.layers.batch import Batch
 from graphsafe_kernels.layers.fused import ALIGNMENT, fuse_rows, save_fused_as
 from graphsafe_kernels.layers.short_convolution import ShortConvolution
+from graphsafe_kernels.layers.split import split
 from graphsafe_kernels.layers.state import LayerState, read_state, write_state
 
 __all__ = ["DeltaLayer", "inverse_softplus_steps", "without_weight_decay"]
@@ -108,6 +109,8 @@ class DeltaLayer(nn.Module, ABC):
         name here to name there.
         """
         self.widths = tuple(p.out_features for p in projections.values())
+        # the delta rule takes its operands whole; everything else reads the projection where it lies
+        self._copied = [False, *(name in ("a_proj", "b_proj") for name in list(projections)[3:])]
         weight = fuse_rows([p.weight for p in projections.values()], ALIGNMENT)
         self.in_proj = nn.Linear(self.hidden_size, weight.shape[0], bias=False, device="meta")
         self.in_proj.weight = weight
@@ -206,13 +209,9 @@ class DeltaLayer(nn.Module, ABC):
         """Project, convolve and activate: q, k ``[B, T, key_dim]``, v ``[B, T, value_dim]``, what the projection gave
         behind them, and the new state."""
         channels = [self.key_dim, self.key_dim, self.value_dim]
-        projected = self.in_proj(x)
-        rest = list(self.widths[3:])
-        fill = projected.shape[-1] - sum(channels) - sum(rest)
-        qkv, *gates = projected.split([sum(channels), *rest, *([fill] if fill else [])], -1)
-        gates = gates[: len(rest)]
+        qkv, *gates = split(self.in_proj(x), [sum(channels), *self.widths[3:]], self._copied)
         if not self.use_short_conv:
-            q, k, v = F.silu(qkv).split(channels, -1)
+            q, k, v = split(F.silu(qkv), channels)
             return q, k, v, gates, None
         before = None if state is None else state.conv_state
         if state is not None and before is None:
@@ -220,7 +219,7 @@ class DeltaLayer(nn.Module, ABC):
                         remedy="Pass the state that this layer returned, or layer.zero_state(sequences).")
         y, conv_state = self.qkv_conv1d(qkv, initial_state=before, output_final_state=output_final_state,
                                         **batch.operator_arguments())
-        q, k, v = y.split(channels, -1)
+        q, k, v = split(y, channels)
         return q, k, v, gates, conv_state
 
     @abstractmethod

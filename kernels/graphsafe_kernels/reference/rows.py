@@ -11,11 +11,16 @@ Requirements
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from graphsafe.errors import error
 
-__all__ = ["SavedBoundaries", "clear_padding", "compute_dtype", "ordered_sum", "padding_rows", "sigmoid"]
+__all__ = [
+    "SavedBoundaries", "clear_padding", "compute_dtype", "join_columns", "ordered_sum", "padding_rows", "sigmoid",
+    "split_columns",
+]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -55,6 +60,19 @@ def clear_padding(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """``x`` ``[1, T, ...]`` with zeros in the rows beyond the live total, whatever they held."""
     rows = padding_rows(cu_seqlens, x.shape[1]).reshape(1, -1, *[1] * (x.dim() - 2))
     return x.masked_fill(rows, 0)
+
+
+def split_columns(x: torch.Tensor, widths: tuple[int, ...], copied: tuple[bool, ...]) -> list[torch.Tensor | None]:
+    """Contiguous copies of the column ranges of ``x`` ``[B, T, W]`` that are ``copied``; None for the others."""
+    parts = x.split([*widths, x.shape[2] - sum(widths)], -1)
+    return [part.contiguous() if copy else None for part, copy in zip(parts, copied, strict=False)]
+
+
+def join_columns(parts: Sequence[torch.Tensor | None], widths: tuple[int, ...]) -> torch.Tensor:
+    """``[B, T, sum of widths]`` from its parts ``[B, T, w]``, at least one of them there; zero where one is None."""
+    like = next(p for p in parts if p is not None)
+    whole = [like.new_zeros((*like.shape[:2], w)) if p is None else p for p, w in zip(parts, widths, strict=True)]
+    return torch.cat(whole, -1)
 
 
 class SavedBoundaries:
