@@ -7,7 +7,8 @@ Requirements
 2. A child that does not end in time is killed with everything it started. How a child ended is told: the value it
    found, a signal, or an exit code with the last words on standard error.
 3. No device is started, no thread is begun and no adapter is loaded before the fork.
-4. Requests are JSON lines on standard input, answers JSON lines on standard output; the process ends with its input.
+4. Requests are JSON lines on standard input, answers JSON lines on a pipe of their own, whose number is the argument:
+   libraries print on standard output. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def _wait(child: int, time_limit: float) -> int | None:
     return None
 
 
-def main() -> None:
-    """Answer requests until the input ends."""
+def main(answers: int) -> None:
+    """Answer requests, on the file descriptor ``answers``, until the input ends."""
     import torch
 
     import graphsafe.capabilities.child  # noqa: F401  (what every child needs)
@@ -93,9 +94,10 @@ def main() -> None:
 
     with poisoned_memory():
         torch.empty(1)  # the first operator under a dispatch mode imports a third of torch
-    for line in sys.stdin:
-        print(json.dumps(ask(**json.loads(line))), flush=True)
+    with open(answers, "w", encoding="utf-8") as told:
+        for line in sys.stdin:
+            print(json.dumps(ask(**json.loads(line))), file=told, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

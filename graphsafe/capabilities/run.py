@@ -134,11 +134,13 @@ class _Nursery:
         environment = {k: v for k, v in os.environ.items() if k not in _SETTINGS}
         environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # probes run side by side
         environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        read, write = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "graphsafe.capabilities.nursery"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
+            [sys.executable, "-m", "graphsafe.capabilities.nursery", str(write)],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[write], env=environment, text=True,
         )  # fmt: skip
-        self._input, self._output = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)
+        os.close(write)
+        self._input, self._output = cast(IO[str], self._process.stdin), os.fdopen(read, encoding="utf-8")
 
     def ask(self, runtime: str, row: str, time_limit: float) -> tuple[dict[str, Any] | None, str]:
         """What a process of its own found, or None and how it ended."""
