@@ -34,10 +34,17 @@ SHAPES = {
     "4096x1": (4096, 1, 16, 32),
     "1024x4": (1024, 4, 16, 32),
     "8192x1 4/8": (8192, 1, 4, 8),
+    "8192x1 2/8": (8192, 1, 2, 8),
+    "8192x1 16/64": (8192, 1, 16, 64),
     "8192x1 32/32": (8192, 1, 32, 32),
+    "1024x8 2/8": (1024, 8, 2, 8),
     "1024x8 16/64": (1024, 8, 16, 64),
+    "1024x8 32/32": (1024, 8, 32, 32),
+    "4096x32 ragged": (4096, 32, 16, 32),
+    "4096x6 ragged": (4096, 6, 16, 32),
+    "8192x4 4/8 ragged": (8192, 4, 4, 8),
 }
-"""Name -> tokens, sequences, heads, value heads."""
+"""Name -> tokens, sequences, heads, value heads; sequences are equally long, or random with "ragged"."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "shipped": {},
     "recompute": {"keep_states": False},
@@ -52,6 +59,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "uncut": {"span": 0, "reverse_span": 0},
     "sliced": {"slice_span": 64, "keep_states": True},
     "sliced 32": {"slice_span": 32, "keep_states": True},
+    "sliced 8": {"slice_span": 8, "keep_states": True},
 }  # fmt: skip
 TOUCHED = {
     "shipped": ("tables", "prepare", "cut", "chain", "reverse", "gradients", "finish"),
@@ -151,10 +159,16 @@ CHECKS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "widths 64, 256": ((300, 3, 2, 2, (64, 256)), {"ragged": True}),
     "width 192": ((300, 3, 1, 2, 192), {"ragged": True}),
     "cut": ((8192, 2, 1, 2), {"ragged": True}),
+    "lone": ((1000, 1, 1, 2), {}),
     "chunk 32": ((300, 3, 1, 2), {"chunk_size": 32, "ragged": True}),
     "chunk 16": ((300, 3, 1, 2), {"chunk_size": 16, "ragged": True}),
 }
 """Name -> arguments of :class:`Case` for a comparison with the reference."""
+
+
+def shaped(name: str) -> Case:
+    """The case of a shape's name."""
+    return Case(*SHAPES[name], ragged="ragged" in name)
 
 
 def errors(out: list[Any], ref: list[Any]) -> str:
@@ -266,6 +280,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="errors of each variant on a small ragged batch")
     parser.add_argument("--hard", action="store_true", help="errors on hard inputs, peers beside it")
     parser.add_argument("--replay", action="store_true", help="random layouts replayed in one bucket, bit for bit")
+    parser.add_argument("--host", action="store_true", help="host time of an eager call")
     parser.add_argument("--time", action="store_true", help="times of forward and forward + backward")
     parser.add_argument("--parts", action="store_true", help="times of each launch")
     parser.add_argument("--compile", action="store_true", help="compile only")
@@ -287,7 +302,7 @@ def main() -> None:
     if a.compile:
         use(VARIANTS[names[0]])
         for shape in a.only:
-            case = Case(*SHAPES[shape])
+            case = shaped(shape)
             whole(case, chunk_gated_delta_rule, shape, names[0], 1, lambda **row: None)
             for step in parts(case).values():
                 step()
@@ -319,10 +334,15 @@ def main() -> None:
         use({})
         backend._load.cache_clear()
         note(replay=replays(Case(1024, 8, 2, 4, ragged=True)))
+        note(replay_cut=replays(Case(4096, 2, 1, 2, ragged=True), 10))
+    if a.host:
+        use({})
+        backend._load.cache_clear()
+        note(host_us=host_time(Case(128, 2, 2, 4)))
     for shape in a.only:
         if not (a.time or a.parts):
             break
-        case = Case(*SHAPES[shape])
+        case = shaped(shape)
         for name in names:
             use(VARIANTS[name])
             backend._load.cache_clear()
@@ -344,8 +364,36 @@ def main() -> None:
             json.dump(record, file, indent=1)
 
 
-def replays(case: Case, layouts: int = 20) -> str:
-    """Capture forward and backward at the bucket of ``case``; replay random layouts with poisoned padding."""
+class Born:
+    """Collects what is allocated uninitialised, so that it can be filled with NaN before a replay."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def __enter__(self) -> Born:
+        self._originals = [(o, n, getattr(o, n)) for o, n in ((torch, "empty_like"), (torch.Tensor, "new_empty"))]
+        for owner, name, original in self._originals:
+
+            def kept(*args: Any, original: Callable[..., torch.Tensor] = original, **kwargs: Any) -> torch.Tensor:
+                self.tensors.append(original(*args, **kwargs))
+                return self.tensors[-1]
+
+            setattr(owner, name, kept)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for owner, name, original in self._originals:
+            setattr(owner, name, original)
+
+    def poison(self) -> None:
+        for t in self.tensors:
+            if t.is_floating_point():
+                t.detach().fill_(float("nan"))
+
+
+def replays(case: Case, layouts: int = 50) -> str:
+    """Capture forward and backward at the bucket of ``case``; replay random layouts with padding, outputs and every
+    intermediate filled with NaN before."""
     tokens, sequences = case.q.shape[1], case.h0.shape[0]
     step = lambda: case.call(chunk_gated_delta_rule, grad=True)  # noqa: E731
     stream = torch.cuda.Stream()
@@ -354,7 +402,7 @@ def replays(case: Case, layouts: int = 20) -> str:
         step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), Born() as born:
         out = step()
     wrong = []
     for seed in range(layouts):
@@ -367,9 +415,7 @@ def replays(case: Case, layouts: int = 20) -> str:
             getattr(case, name).copy_(getattr(fresh, name))
         for t in (case.q, case.k, case.v, case.g, case.beta, case.do):
             t[:, live:] = float("nan")
-        with torch.no_grad():
-            for t in out:
-                t.fill_(float("nan"))
+        born.poison()
         graph.replay()
         eager = step()
         same = all(torch.equal(x, y) for x, y in zip(out, eager, strict=True))
@@ -377,6 +423,34 @@ def replays(case: Case, layouts: int = 20) -> str:
         if not (same and clear):
             wrong.append(f"seed {seed}: same bits {same}, padding zero {clear}")
     return "; ".join(wrong) or f"{layouts} layouts: the same bits, padding zero"
+
+
+def host_time(case: Case, calls: int = 200) -> dict[str, float]:
+    """Microseconds of the host for an eager forward, and forward + backward, of a small batch."""
+    ins = [t.detach().requires_grad_() for t in (case.q, case.k, case.v, case.g, case.beta)]
+
+    def forward() -> Any:
+        return chunk_gated_delta_rule(*ins[:3], g=ins[3], beta=ins[4], initial_state=case.h0, output_final_state=True,
+                                      use_qk_l2norm_in_kernel=True, cu_seqlens=case.cu)  # fmt: skip
+
+    def inference() -> None:
+        with torch.no_grad():
+            forward()
+
+    def both() -> None:
+        torch.autograd.grad(forward()[0], ins, case.do)
+
+    found = {}
+    for name, step in (("forward", inference), ("forward+backward", both)):
+        for _ in range(5):
+            step()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            step()
+        found[name] = round((time.perf_counter() - began) / calls * 1e6, 1)
+        torch.cuda.synchronize()
+    return found
 
 
 def whole(case: Case, op: Callable[..., Any], shape: str, name: str, samples: int, note: Callable[..., None]) -> None:

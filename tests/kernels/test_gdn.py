@@ -29,10 +29,13 @@ def kernels(monkeypatch):
 
 
 @pytest.fixture
-def configured(monkeypatch):
-    """``configured(field=value)`` replaces fields of every configuration chosen from then on."""
+def configured(monkeypatch, device):
+    """``configured(field=value)`` replaces fields of every configuration chosen from then on; ``tiles`` in the
+    interpreter alone, because devices have descriptors for some widths and dtypes only."""
 
-    def replace(**fields):
+    def replace(tiles=None, **fields):
+        if tiles is not None and device.type == "cpu":
+            fields["tiles"] = tiles
         chosen = configurations.configuration
         monkeypatch.setattr(launch, "configuration", lambda *key: dataclasses.replace(chosen(*key), **fields))
 
@@ -320,6 +323,19 @@ def test_replay(device, capture):
         assert_same(run(b, use_graph=True, max_num_seqs=3, **GATED), got)
         b.total = sum(lengths)
         assert all((t[:, b.total :] == 0).all() for name, t in got.items() if per_token(name)), lengths
+
+
+def test_calls_and_graphs_share_no_memory(device, capture):
+    """Two calls in one graph, and two graphs replayed in turn: each keeps its own results."""
+    a, b, c = (batch(device, [20, 5], seed=seed) for seed in range(3))
+    run_all = functools.partial(run, use_graph=True, **NORMED)
+    both = capture(lambda: (run_all(a), run_all(b)))
+    other = capture(lambda: run_all(c))
+    want = [run_all(x) for x in (a, b, c)]
+    for body in (both, other, both):
+        body.replay()
+    for expected, got in zip(want, (*both.value, other.value), strict=True):
+        assert_same(expected, got)
 
 
 def test_launches(device, launches, configured):

@@ -112,6 +112,9 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
     # A lone sequence of many heads leaves half the multiprocessors to the gradients of its later half.
     lone = span > 0 and 4 * programs > MULTIPROCESSORS
     slice_span = 0
+    # Three preparations share a multiprocessor; four, with a few spills, where that saves most of a second wave.
+    preparations = (problem.batch * problem.chunks + problem.sequences - problem.batch) * problem.value_heads
+    one_wave = 3 * MULTIPROCESSORS < preparations <= 5 * MULTIPROCESSORS
     gradient_stages = 3 if state_tiles and key <= 128 and problem.value_width <= 128 else 1
     # One block of K is no loop, so nothing is pipelined there.
     narrow = not warpgroups or (gradient_stages > 1 and problem.key_width > 32)
@@ -127,7 +130,7 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         state_stages=1 if small else stages,
         prepare_block=min(key, 128 if not wide else 64),
         prepare_warps=4 if problem.chunk_size >= 32 else 2,
-        prepare_registers=168 if capability and not wide else 0,
+        prepare_registers=0 if wide or not capability else 128 if one_wave else 168,
         clear_block=min(value, 128),
         gradient_key_block=min(key, 32 if narrow else 64),
         gradient_value_block=gradient_block if rows % gradient_block == 0 else chain_block,
