@@ -24,7 +24,9 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["OPERATORS", "REFERENCE", "TRITON", "implementation", "only_reference", "reference_only", "resolve"]
+__all__ = [
+    "DEVICES", "OPERATORS", "REFERENCE", "TRITON", "implementation", "only_reference", "reference_only", "resolve",
+]
 
 REFERENCE: dict[str, str] = {
     "build_tables": "graphsafe.metadata",
@@ -44,16 +46,24 @@ REFERENCE: dict[str, str] = {
 TRITON: dict[str, str] = {
     "build_tables": "graphsafe_kernels.tables",
     "causal_conv1d": "graphsafe_kernels.conv.autograd",
+    "chunk_gated_delta_rule": "graphsafe_kernels.gdn.autograd",
     "clear_padding": "graphsafe_kernels.layers.clear",
+    "fused_recurrent_gated_delta_rule": "graphsafe_kernels.gdn.recurrent",
     "join_columns": "graphsafe_kernels.layers.split",
     "rms_norm": "graphsafe_kernels.norm.autograd",
     "split_columns": "graphsafe_kernels.layers.split",
 }
 """Operator -> module of its Triton implementation, for the operators whose kernels serve by default.
 
-The delta rules' kernels (``gdn.autograd``, ``kda.autograd``) are complete and tested in the interpreter, but their
-present version has not passed its tests on a GPU; until it has, the reference serves there.
+KDA's kernels (``kda.autograd``) are complete and tested in the interpreter, but their present version has not passed
+its tests on a GPU; until it has, the reference serves there.
 """
+
+DEVICES: dict[str, tuple[str, ...]] = {
+    "chunk_gated_delta_rule": ("cpu", "cuda"),
+    "fused_recurrent_gated_delta_rule": ("cpu", "cuda"),
+}
+"""Operator -> the types of device that its kernels serve, where they have not been shown on all of them."""
 
 OPERATORS = tuple(REFERENCE)
 
@@ -83,9 +93,9 @@ def implementation(operator: str, device: torch.device) -> Literal["reference", 
     """The implementation that serves ``operator`` for a tensor on ``device``."""
     if operator not in REFERENCE:
         raise KeyError(f"no operator {operator!r}; known: {', '.join(OPERATORS)}")
-    if operator in TRITON and not only_reference() and (device.type != "cpu" or _interpreting()):
-        return "triton"
-    return "reference"
+    if operator not in TRITON or only_reference() or device.type not in DEVICES.get(operator, (device.type,)):
+        return "reference"
+    return "triton" if device.type != "cpu" or _interpreting() else "reference"
 
 
 @functools.cache

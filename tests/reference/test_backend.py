@@ -31,11 +31,19 @@ def test_the_reference_serves_where_there_are_no_kernels(monkeypatch, value):
 
 def test_kernels_serve_accelerators_and_the_interpreter(monkeypatch):
     monkeypatch.setattr(backend, "TRITON", {"chunk_kda": "somewhere"})
+    monkeypatch.setattr(backend, "DEVICES", {})
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert backend.implementation("chunk_kda", CPU) == "reference"
     assert backend.implementation("chunk_kda", ACCELERATOR) == "triton"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert backend.implementation("chunk_kda", CPU) == "triton"
+
+
+def test_kernels_serve_the_devices_they_are_shown_on(monkeypatch):
+    monkeypatch.setattr(backend, "TRITON", {"chunk_kda": "somewhere"})
+    monkeypatch.setattr(backend, "DEVICES", {"chunk_kda": ("cpu", "cuda")})
+    assert backend.implementation("chunk_kda", ACCELERATOR) == "reference"
+    assert backend.implementation("chunk_kda", torch.device("cuda")) == "triton"
 
 
 def test_an_unknown_operator_is_refused_with_the_known_ones():
