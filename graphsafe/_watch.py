@@ -135,7 +135,20 @@ class Watch:
         """A rule is broken, by ``tensor`` where one is to blame: raise. A watch that collects overrides this and
         returns; the run then goes on.
         """
-        raise self.fail(rule, what, **details)
+        raise self.fail(rule, what + ("" if tensor is None else self._origin(tensor, what)), **details)
+
+    def _origin(self, t: torch.Tensor, what: str) -> str:
+        """Which tensor it is, where that is known: an input, or what made it and where."""
+        if not is_plain(t):
+            return ""
+        key = key_of(t)
+        if key in self.copied_inputs:
+            name = repr(self.copied_inputs[key])
+            return "" if name in what else f" (the input {name})"
+        ref, where, made = self.born.get(key, (None, None, ""))
+        if ref is None or where is None or not ref.alive():
+            return ""
+        return f" (made by {made.split(' ')[0]} at {where})"
 
     def read_anyway(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a refused function; only a watch that collects gets here."""

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import graphsafe as gs
 from graphsafe.errors import Location, error
@@ -99,3 +100,17 @@ def test_where_is_the_line_that_asked():
     made = error("host-read", "seven")
     assert made.where == Location(__file__, made.where.line, "test_where_is_the_line_that_asked")
     assert 'error("host-read", "seven")' in Path(__file__).read_text().split("\n")[made.where.line - 1]
+
+
+def test_a_finding_names_its_tensor_an_input_or_what_made_it(runtime):
+    def reads_its_input(x):
+        return x * x[0].item()
+
+    def reads_what_it_made(x):
+        return x * (x + 1).sum().item()
+
+    x = torch.ones(3, device=runtime.device)
+    for body, says in ((reads_its_input, "(the input 'x')"), (reads_what_it_made, "(made by aten::sum at ")):
+        with pytest.raises(gs.UnsupportedError) as caught:
+            gs.graphed(body, runtime=runtime)(x)
+        assert says in caught.value.what
