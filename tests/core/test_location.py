@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import sys
@@ -92,3 +93,18 @@ def test_what_is_internal():
         assert not is_internal(module, "x.py"), module
     assert is_internal("_pytest.python", "/site-packages/_pytest/python.py")
     assert is_internal("anything", "<frozen importlib._bootstrap>")
+
+
+def test_a_thread_of_autograd_is_told_by_the_line_that_waits_for_it():
+    found, done = [], threading.Event()
+    names = {"__name__": "torch.autograd.stand_in", "caller": caller, "found": found, "done": done}
+    exec("def work():\n    found.append(caller())\n    done.set()\n", names)
+    _thread.start_new_thread(names["work"], ())
+    done.wait(60)
+    (where,) = found
+    assert where.file == __file__
+    assert where.function == "test_a_thread_of_autograd_is_told_by_the_line_that_waits_for_it"
+    known = threading.Thread(target=names["work"])
+    known.start()
+    known.join()
+    assert found[1] is None
