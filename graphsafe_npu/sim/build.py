@@ -109,9 +109,10 @@ def build(folder: Path) -> None:
     for name in _ALIASES:
         _library(lib / name, "-Wl,--no-as-needed", "-x", "c", "/dev/null", "-L", lib, "-lascendcl")
 
-    hivmc = tools / "hivmc"
-    hivmc.write_bytes((here / "hivmc.sh").read_bytes())
-    for program in (hivmc, *(compiler / "bin").iterdir()):  # the wheel's programs come without the right to run
+    last_steps = [tools / "hivmc", tools / "hivmc-a5"]  # that of 910B, that of 950
+    for program in last_steps:
+        program.write_bytes((here / "hivmc.sh").read_bytes())
+    for program in (*last_steps, *(compiler / "bin").iterdir()):  # the wheel's programs come without the right to run
         program.chmod(0o755)
 
     site = npu.parent

@@ -5,7 +5,7 @@ Requirements
 1. Every configuration of ``graphsafe_kernels.shipped`` is compiled down to machine code for the target, and listed with
    its registers, spills and shared memory, as a table or with ``--json``.
 2. The exit status is 0 only if all compiled, none spills and none wants more shared memory than a program may have on
-   the target; 1 otherwise; 2 where the check could not be made at all.
+   the target; 1 otherwise; 2 where the check could not be made at all: a target of the other Triton is such a case.
 3. A target is one function from a configuration to figures: another back end is another entry in ``TARGETS``.
 4. Several processes compile side by side, as many as the machine has cores unless ``--jobs`` says otherwise; the rows
    come in the order of ``shipped`` whatever their number.
@@ -32,8 +32,10 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from triton.backends import backends
 
 from graphsafe_kernels._interpreter import interpreted
+from graphsafe_kernels.compilecheck_ascend import ARCHITECTURES, compile_ascend
 from graphsafe_kernels.policy import KINDS
 from graphsafe_kernels.shipped import Shipped, configurations
 
@@ -44,8 +46,9 @@ __all__ = ["TARGETS", "Figures", "check", "main"]
 class Figures:
     """What became of one configuration on one target; the sizes are None where it did not compile.
 
-    ``registers`` a thread; ``spills``: loads and stores of local memory in the machine code; ``shared`` bytes a
-    program; ``problem``: the error's first line.
+    NVIDIA: ``registers`` a thread; ``spills``: loads and stores of local memory in the machine code; ``shared`` bytes a
+    program. Ascend: ``units`` (aiv: vector alone; mix: cube and vector); ``unified``: bytes of the unified buffer in
+    the compiler's plan; ``workspace`` bytes a program; ``locks``. ``problem``: the error's first line.
     """
 
     target: str
@@ -55,12 +58,16 @@ class Figures:
     registers: int | None = None
     spills: int | None = None
     shared: int | None = None
+    units: str | None = None
+    unified: int | None = None
+    workspace: int | None = None
+    locks: int | None = None
     seconds: float = 0.0
     problem: str | None = None
 
     @property
     def ok(self) -> bool:
-        return self.problem is None and self.spills == 0
+        return self.problem is None and not self.spills
 
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -110,6 +117,8 @@ TARGETS: dict[str, Callable[[Shipped], dict[str, Any]]] = {
     "sm_80": lambda shipped: _compile_cuda(shipped, 80),
     "sm_90": lambda shipped: _compile_cuda(shipped, 90),
     "sm_100": lambda shipped: _compile_cuda(shipped, 100),
+    "ascend910b": lambda shipped: compile_ascend(shipped, "ascend910b"),
+    "ascend950": lambda shipped: compile_ascend(shipped, "ascend950"),
 }
 """Target -> compiler of one configuration. Its policy is that of the device kind of the same name."""
 
@@ -147,11 +156,13 @@ def _print(results: list[Figures], console: Console) -> None:
     table = Table()
     for column in ("target", "kernel", "configuration"):
         table.add_column(column, overflow="fold")
-    for column in ("warps", "registers", "spills", "shared"):
+    ascend = any(r.target in ARCHITECTURES for r in results)
+    sizes = ("units", "unified", "workspace") if ascend else ("registers", "spills", "shared")
+    for column in ("warps", *sizes):
         table.add_column(column, justify="right")
     for r in results:
-        sizes = (r.problem, "", "") if r.problem else (str(r.registers), str(r.spills), str(r.shared))
-        table.add_row(r.target, r.kernel, r.configuration, str(r.warps), *sizes, style=None if r.ok else "red")
+        told = (r.problem, "", "") if r.problem else (str(getattr(r, size)) for size in sizes)
+        table.add_row(r.target, r.kernel, r.configuration, str(r.warps), *told, style=None if r.ok else "red")
     console.print(table)
     bad = sum(not r.ok for r in results)
     console.print(f"{len(results)} configurations, {bad} of them spill, do not fit or do not compile")
@@ -167,11 +178,18 @@ def main(
     jobs: Annotated[int, typer.Option(min=1, help="Processes that compile side by side.")] = os.cpu_count() or 1,
 ) -> None:
     """Compile every shipped kernel configuration for one or several targets, without a device."""
-    targets = target or list(TARGETS)
+    ascend = "ascend" in backends
+    mine = [t for t in TARGETS if (t in ARCHITECTURES) == ascend]
+    targets = target or mine
     errors = Console(stderr=True)
     unknown = [t for t in targets if t not in TARGETS]
     if unknown:
         errors.print(f"unknown target {', '.join(unknown)}; known: {', '.join(TARGETS)}")
+        raise typer.Exit(2)
+    foreign = [t for t in targets if t not in mine]
+    if foreign:
+        needed, here = ("triton", "triton-ascend") if ascend else ("triton-ascend", "triton")
+        errors.print(f"{', '.join(foreign)} needs {needed}; this environment has {here}, and they exclude each other")
         raise typer.Exit(2)
     work = [(t, i, shipped) for t in targets for i, shipped in enumerate(configurations(KINDS[t]))]
     if any(interpreted(shipped.kernel) for _, _, shipped in work):

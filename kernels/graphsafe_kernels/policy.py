@@ -12,7 +12,9 @@ Requirements
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -73,15 +75,10 @@ class Policy:
     conv: ConvPolicy
 
 
-KINDS: dict[str, Policy] = {
-    "sm_80": Policy("sm_80", ptx=True, cores=0, tables=TablePolicy(), conv=ConvPolicy()),
-    "sm_90": Policy("sm_90", ptx=True, cores=0, tables=TablePolicy(), conv=ConvPolicy()),
-    # four channels a thread, as on sm_90, spills with two taps and every option
-    "sm_100": Policy(
-        "sm_100", ptx=True, cores=0, tables=TablePolicy(), conv=ConvPolicy(backward_block=128, backward_lane=64)
-    ),
-    "ascend910b": Policy(
-        "ascend910b",
+def _ascend(kind: str) -> Policy:
+    """910B and 950 alike: what fits the smaller unified buffer of 192 KiB, on 40 vector cores."""
+    return Policy(
+        kind,
         ptx=False,
         cores=40,
         tables=TablePolicy(compared=2048, many=8, lane=1024, warps=1),
@@ -91,7 +88,18 @@ KINDS: dict[str, Policy] = {
             forward_block=512, forward_lane=512, forward_turn=2, backward_block=512, backward_lane=512, backward_turn=1,
             reduce_block=128, reduce_lanes=8, reduce_warps=1, fast=False,
         ),
+    )
+
+
+KINDS: dict[str, Policy] = {
+    "sm_80": Policy("sm_80", ptx=True, cores=0, tables=TablePolicy(), conv=ConvPolicy()),
+    "sm_90": Policy("sm_90", ptx=True, cores=0, tables=TablePolicy(), conv=ConvPolicy()),
+    # four channels a thread, as on sm_90, spills with two taps and every option
+    "sm_100": Policy(
+        "sm_100", ptx=True, cores=0, tables=TablePolicy(), conv=ConvPolicy(backward_block=128, backward_lane=64)
     ),
+    "ascend910b": _ascend("ascend910b"),
+    "ascend950": _ascend("ascend950"),
     "interpreter": Policy(
         "interpreter",
         ptx=False,
@@ -104,7 +112,8 @@ KINDS: dict[str, Policy] = {
 
 
 def device_kind(device: torch.device) -> str:
-    """The kind of ``device``: ``sm_80``, ``sm_90``, ``sm_100``, ``ascend910b``, or ``interpreter`` for a CPU."""
+    """The kind of ``device``: ``sm_80``, ``sm_90``, ``sm_100``, ``ascend910b``, ``ascend950``, or ``interpreter`` for a
+    CPU."""
     if device.type == "cpu":
         return "interpreter"
     if device.type == "cuda":
@@ -116,7 +125,8 @@ def device_kind(device: torch.device) -> str:
                     why="They need bf16 arithmetic, which comes with compute capability 8.0.",
                     remedy="Use a device of compute capability 8.0 or newer, or CPU tensors.")
     if device.type == "npu":
-        return "ascend910b"
+        npu: Any = torch.npu  # type: ignore[attr-defined]
+        return "ascend950" if re.search(r"950|910_95", npu.get_device_name(device)) else "ascend910b"
     raise error("unsupported", f"the kernels are not shipped for a device of type {device.type!r}",
                 why=f"Known kinds: {', '.join(KINDS)}.", remedy="Move the operands to one of these.")
 

@@ -15,8 +15,54 @@ Requirements
    alternate, sums cancel, and :func:`refine_tile` makes up for it.
 """
 
+# ruff: noqa: SIM108 - a compile-time if is not a choice of values
 import triton
 import triton.language as tl
+from triton.backends import backends
+
+WHOLE_TILES: tl.constexpr = tl.constexpr("ascend" in backends)
+"""Whether the diagonal tiles are kept in a matrix of zeros: the Ascend compiler pads a batch past its memory."""
+
+
+@triton.jit
+def batched_inverse(C, b, BT: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr):
+    """(I - diag(b) C)^-1 of the diagonal tiles of 16 rows, as ``[BT, BT]`` of type DT with zeros elsewhere."""
+    NB: tl.constexpr = BT // 16
+    block = tl.arange(0, NB)
+    r = tl.arange(0, 16)
+    diagonal = block[:, None, None, None] == block[None, None, :, None]
+    distance = (r[:, None] - r[None, :])[None, :, :]
+    # All at once. First their tiles of 8 rows: X <- I + X diag(b) C. The entry (i, j) is final after i - j steps and
+    # depends on final entries alone; the others are dropped before each step. Then X <- X + X (diag(b) C X) with what
+    # lies between the two tiles of 8.
+    Ad = tl.sum(tl.where(diagonal, tl.reshape(b[:, None] * C, [NB, 16, NB, 16]), 0.0), axis=2)
+    eye = tl.where(distance == 0, 1.0, tl.zeros([NB, 16, 16], tl.float32))
+    near = (r[:, None] // 8 == r[None, :] // 8)[None, :, :]
+    A8 = tl.where(near, Ad, 0.0)
+    X = eye + A8
+    A8 = A8.to(DT)
+    for step in tl.static_range(1, 7):
+        X = tl.dot(tl.where(distance <= step, X, 0.0).to(DT), A8, eye, input_precision=PRECISION)
+    between = tl.dot(tl.where(near, 0.0, Ad).to(DT), X.to(DT), input_precision=PRECISION)
+    X = tl.dot(X.to(DT), between.to(DT), X, input_precision=PRECISION)
+    return tl.reshape(tl.where(diagonal, X.to(DT)[:, :, None, :], 0.0), [BT, BT])
+
+
+@triton.jit
+def whole_inverse(C, b, BT: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr):
+    """The same steps on matrices ``[BT, BT]`` that are zero outside the diagonal tiles."""
+    i = tl.arange(0, BT)
+    distance = i[:, None] - i[None, :]
+    near = i[:, None] // 8 == i[None, :] // 8
+    Ad = tl.where(i[:, None] // 16 == i[None, :] // 16, b[:, None] * C, 0.0)
+    eye = tl.where(distance == 0, 1.0, 0.0)
+    A8 = tl.where(near, Ad, 0.0)
+    X = eye + A8
+    A8 = A8.to(DT)
+    for step in tl.range(1, 7):
+        X = tl.dot(tl.where(distance <= step, X, 0.0).to(DT), A8, eye, input_precision=PRECISION)
+    between = tl.dot(tl.where(near, 0.0, Ad).to(DT), X.to(DT), input_precision=PRECISION)
+    return tl.dot(X.to(DT), between.to(DT), X, input_precision=PRECISION).to(DT)
 
 
 @triton.jit
@@ -28,24 +74,10 @@ def correction_tile(C, b, BT: tl.constexpr, DT: tl.constexpr, PRECISION: tl.cons
     NB: tl.constexpr = BT // 16
     i = tl.arange(0, BT)
     C = tl.where(i[:, None] > i[None, :], -C, 0.0)
-    block = tl.arange(0, NB)
-    r = tl.arange(0, 16)
-    diagonal = block[:, None, None, None] == block[None, None, :, None]
-    distance = (r[:, None] - r[None, :])[None, :, :]
-    # X = (I + diag(b) C)^-1 of the diagonal tiles, all at once. First their tiles of 8 rows: X <- I - X diag(b) C. The
-    # entry (i, j) is final after i - j steps and depends on final entries alone; the others are dropped before each
-    # step. Then X <- X - X (diag(b) C X) with what lies between the two tiles of 8.
-    Ad = tl.sum(tl.where(diagonal, tl.reshape(b[:, None] * C, [NB, 16, NB, 16]), 0.0), axis=2)
-    eye = tl.where(distance == 0, 1.0, tl.zeros([NB, 16, 16], tl.float32))
-    near = (r[:, None] // 8 == r[None, :] // 8)[None, :, :]
-    A8 = tl.where(near, Ad, 0.0)
-    X = eye + A8
-    A8 = A8.to(DT)
-    for step in tl.static_range(1, 7):
-        X = tl.dot(tl.where(distance <= step, X, 0.0).to(DT), A8, eye, input_precision=PRECISION)
-    between = tl.dot(tl.where(near, 0.0, Ad).to(DT), X.to(DT), input_precision=PRECISION)
-    X = tl.dot(X.to(DT), between.to(DT), X, input_precision=PRECISION)
-    X = tl.reshape(tl.where(diagonal, X.to(DT)[:, :, None, :], 0.0), [BT, BT])
+    if WHOLE_TILES:
+        X = whole_inverse(C, b, BT, DT, PRECISION)
+    else:
+        X = batched_inverse(C, b, BT, DT, PRECISION)
     # N = -C (I + diag(b) C)^-1; with the diagonal tiles alone in the inverse this is F = -C X. One block diagonal after
     # the other: N <- F + N (diag(b) F off the diagonal tiles).
     F = tl.dot(C.to(DT), X, input_precision=PRECISION)

@@ -28,6 +28,8 @@ Requirements
 import triton
 import triton.language as tl
 
+from graphsafe_kernels.delta.inverse_kernels import WHOLE_TILES
+
 TILE: tl.constexpr = tl.constexpr(16)
 """Tokens of a tile: with gates of at least -5, 2^115 at most, within fp32 and bf16."""
 TILE_LEVELS: tl.constexpr = tl.constexpr(4)
@@ -79,7 +81,13 @@ def before_tile(tile, tile_decays, column, K: tl.constexpr, BT: tl.constexpr, BK
 @triton.jit
 def store_tile_decays(x, tile_decays, column, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
     """Write the decays of the tiles of log gates x ``[BT, BK]`` (base 2) to ``tile_decays`` ``[BT / 16, K]``."""
-    sums = tl.sum(tl.reshape(x, [BT // TILE, TILE, BK]), 1)
     c = column + tl.arange(0, BK)
-    index = tl.arange(0, BT // TILE)
-    tl.store(tile_decays + index[:, None] * K + c[None, :], tl.exp2(sums), mask=(c < K)[None, :])
+    if WHOLE_TILES:
+        tile = tl.arange(0, BT)[:, None] // TILE
+        for index in tl.static_range(BT // TILE):
+            sums = tl.sum(tl.where(tile == index, x, 0.0), 0)
+            tl.store(tile_decays + index * K + c, tl.exp2(sums), mask=c < K)
+    else:
+        sums = tl.sum(tl.reshape(x, [BT // TILE, TILE, BK]), 1)
+        index = tl.arange(0, BT // TILE)
+        tl.store(tile_decays + index[:, None] * K + c[None, :], tl.exp2(sums), mask=(c < K)[None, :])

@@ -1,0 +1,81 @@
+"""One kernel configuration compiled for Ascend, as far as that goes without the closed last step of its compiler.
+
+Requirements
+------------
+1. The whole of Triton-Ascend and of the Ascend compiler runs: memory planning refuses what does not fit.
+2. The figures are the compiler's: the bytes of the unified buffer that its plan takes, the workspace a program takes
+   from the pool, the locks. A kernel with locks is a finding: a capture cannot initialise them.
+3. An environment without Triton-Ascend is an error that says so.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from graphsafe_kernels.shipped import Shipped
+
+__all__ = ["ARCHITECTURES", "compile_ascend"]
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "ascend910b": {"arch": "Ascend910B3"},
+    "ascend950": {
+        "arch": "Ascend910_9589", "compile_on_910_95": True, "multibuffer": False, "enable_auto_bind_sub_block": False,
+        "enable_select_analysis": True,
+    },
+}  # fmt: skip
+"""Target -> the compiler's name of it, and the options that Triton-Ascend gives on such a device."""
+
+_CAUSE = re.compile(r"[^\n]*(?:overflow, requires[^(\n]*|Unsupported[^\n]*|[Ii]nput_precision[^\n]*|error: [^\n]*)")
+_PLACE = re.compile(r'loc\("[^"]*"(?::\d+)*\):? ?|error: ')
+
+
+def compile_ascend(shipped: Shipped, target: str) -> dict[str, Any]:
+    """Units, unified buffer and workspace in bytes, and locks of ``shipped``; raises RuntimeError with the cause."""
+    _prepare()
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = dict(ARCHITECTURES[target])
+    arch = options.pop("arch")
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    for name in shipped.kernel.arg_names:
+        kind = shipped.types.get(name)
+        signature[name] = kind or "constexpr"
+        if kind is None:
+            constants[name] = shipped.constants.get(name)
+    source = ASTSource(shipped.kernel, signature, constants)
+    try:
+        compiled = triton.compile(source, target=GPUTarget("npu", arch, 0), options=options)
+    except Exception as problem:  # the compiler's report is a page; one line of it is the cause
+        found = _causes(str(problem))
+        raise RuntimeError(found[0] if found else f"{type(problem).__name__}: the compiler crashed") from problem
+    told = compiled.metadata
+    locks = max(int(getattr(told, "lock_num", 0)), 0)
+    figures = {
+        "units": told.mix_mode,
+        "unified": int(told.required_ub_bits) // 8 or None,
+        "workspace": max(int(getattr(told, "workspace_size", 0)), 0),
+        "locks": locks,
+    }
+    return figures | ({"problem": f"needs {locks} locks, which no capture initialises"} if locks else {})
+
+
+def _causes(report: str) -> list[str]:
+    """The lines of a compiler's report that name a cause, an overflow before all others."""
+    lines = [_PLACE.sub("", m.group(0)).strip() for m in _CAUSE.finditer(report)]
+    return sorted(lines, key=lambda line: "overflow" not in line)
+
+
+def _prepare() -> None:
+    """Triton-Ascend must be there; on a simulated Ascend its driver is replaced first."""
+    from triton.backends import backends
+
+    if "ascend" not in backends:
+        raise RuntimeError("this environment has the stock triton; the target needs triton-ascend")
+    from graphsafe_npu import sim
+
+    if sim.present():
+        sim.activate()
