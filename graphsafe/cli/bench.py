@@ -9,8 +9,11 @@ Requirements
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,8 +100,8 @@ def bench(
         typer.echo(json.dumps(report))
     else:
         print_report(report, Console())
-        written = "report.json and report.html" if html else "report.json"
-        Console(stderr=True).print(f"{written} are in {escape(str(out))}", highlight=False)
+        written = "report.json and report.html are" if html else "report.json is"
+        Console(stderr=True).print(f"{written} in {escape(str(out))}", highlight=False)
     _exit(report)
 
 
@@ -148,7 +151,25 @@ def _run(run: Bench, *, quiet: bool) -> dict[str, Any]:
             progress.update(task, completed=done, description=escape(f"{label}: {stage}"))
 
         run.progress = show
-        return run.run()
+        with _ended_by_sigterm():
+            return run.run()
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Inside the block SIGTERM, as a time limit sends it, ends a run as Ctrl-C does: with a report of what there is."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _compared(results: Sequence[Mapping[str, Any]], providers: Sequence[str]) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +146,15 @@ def test_several_providers_have_one_table(monkeypatch: pytest.MonkeyPatch) -> No
     assert "it runs on cuda, and the operands are on cpu" in page or "it is not usable here" in page
 
 
-def test_an_interruption_ends_with_130_and_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_ends_with_130_and_a_report(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> Any:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), number)
 
     monkeypatch.setattr(run_module, "prepare", interrupted)
     done = command("--cases", "mine.json", "--no-html")
     assert done.exit_code == 130
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert "--resume" in done.output
     assert json.loads(Path("bench-report/report.json").read_text())["complete"] is False
 
