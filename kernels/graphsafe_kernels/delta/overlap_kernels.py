@@ -7,14 +7,17 @@ Requirements
 2. Off (another device, the interpreter, a Triton without it), nothing is left of it in the kernel.
 """
 
+import inspect
+
 import triton
 import triton.language as tl
 
 try:
     from triton.language.extra.cuda import gdc_wait
 
-    AVAILABLE = True
-except ImportError:  # Triton-Ascend and old versions: nobody may ask for it there
+    # Triton 3.4 has it, but cannot call it
+    AVAILABLE = "_semantic" in inspect.signature(gdc_wait).parameters
+except ImportError:  # Triton-Ascend: nobody may ask for it there
     gdc_wait = None
     AVAILABLE = False
 
