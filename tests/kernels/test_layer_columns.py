@@ -19,12 +19,13 @@ CASES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(("columns", "widths", "copied"), CASES, ids=[str(c[1]) for c in CASES])
 def test_parts_and_their_gradients(device, launches, columns, widths, copied, dtype):
+    expected = [] if dtype == torch.float64 else ["columns_kernel"]
     wide = torch.randn(2, 9, columns + 5, device=device).to(dtype)
     for x in (wide[..., :columns], wide.transpose(0, 1)[..., :columns]):
         leaf = x.detach().requires_grad_()
         launches.clear()
         parts = split(leaf, widths, copied)
-        assert launches == ["columns_kernel"]
+        assert launches == expected
         want = leaf.detach()[..., : sum(widths)].split(widths, -1)
         for part, w, copy in zip(parts, want, copied or [True] * len(widths), strict=True):
             assert torch.equal(part, w)
@@ -35,7 +36,7 @@ def test_parts_and_their_gradients(device, launches, columns, widths, copied, dt
         gradients[0] = gradients[0].transpose(0, 1).contiguous().transpose(0, 1)
         launches.clear()
         (got,) = torch.autograd.grad(parts, leaf, gradients)
-        assert launches == ["columns_kernel"]
+        assert launches == expected
         assert torch.equal(got, torch.cat([*gradients, torch.zeros_like(x[..., sum(widths) :])], -1))
 
 

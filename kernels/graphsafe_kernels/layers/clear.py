@@ -4,6 +4,7 @@ Requirements
 ------------
 1. One launch on a device; the grid follows from the shape alone, and nothing is read on the host.
 2. The input is not written to: it is the caller's.
+3. fp64, which not every device's kernels have, is served by the reference.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from graphsafe_kernels.launch import PreparedLaunch
 from graphsafe_kernels.layers.clear_kernels import clear_padding_kernel
 from graphsafe_kernels.policy import Policy, policy_for
+from graphsafe_kernels.reference import rows as reference
 from graphsafe_kernels.shipped import Shipped
 
 __all__ = ["clear_padding", "shipped"]
@@ -45,6 +47,8 @@ def _plan(device: torch.device, shape: tuple[int, ...], sequences: int, *dtypes:
 
 def clear_padding(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """``x`` ``[1, T, D]`` of any floating dtype with zeros in the rows beyond ``cu_seqlens[-1]``: a contiguous copy."""
+    if x.dtype == torch.float64:
+        return reference.clear_padding(x, cu_seqlens)
     x = x.contiguous()
     y = torch.empty_like(x)
     _plan(x.device, x.shape, cu_seqlens.shape[0] - 1, x.dtype, cu_seqlens.dtype)(x, y, cu_seqlens)

@@ -4,7 +4,8 @@ Requirements
 ------------
 1. ``split`` gives each part as it is asked for: a view, where its reader takes strides, or a contiguous copy. All
    copies are one launch; in the backward all gradients become one tensor in one launch, zero where there is none.
-2. The grid follows from shapes alone; nothing is read on the host.
+2. The grid follows from shapes alone; nothing is read on the host. fp64, which not every device's kernels have, is
+   served by the reference.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 import torch
 
 from graphsafe_kernels.backend import resolve
+from graphsafe_kernels.reference import rows as reference
 
 __all__ = ["join_columns", "shipped", "split", "split_columns"]
 
 _PARTS = 5
 _ELEMENTS = 4096
-_COLUMNS = 512
+_COLUMNS = (16, 512)
+"""Of a tile, at least and at most: narrow tiles of many rows fill an NPU's buffer with padding."""
 
 
 def _constants(widths: Sequence[int], strides: Sequence[int | None], whole: int, join: bool,
@@ -34,7 +37,7 @@ def _constants(widths: Sequence[int], strides: Sequence[int | None], whole: int,
         "W": [*widths, *[0] * pad],
         "R": [*(s or 0 for s in strides), *[0] * pad],
         "H": [*(s is not None for s in strides), *[False] * pad],
-        "B": [*(min(_COLUMNS, 1 << (w - 1).bit_length()) for w in widths), *[1] * pad],
+        "B": [*(min(_COLUMNS[1], max(_COLUMNS[0], 1 << (w - 1).bit_length())) for w in widths), *[1] * pad],
     }
     found = {f"{letter}{i}": values[i] for letter, values in columns.items() for i in range(_PARTS)}
     return {**found, "WHOLE": whole, "JOIN": join, "ELEMENTS": elements}
@@ -65,6 +68,8 @@ def _row_stride(t: torch.Tensor) -> int | None:
 
 def split_columns(x: torch.Tensor, widths: tuple[int, ...], copied: tuple[bool, ...]) -> list[torch.Tensor | None]:
     """Contiguous copies of the column ranges of ``x`` ``[B, T, W]`` that are ``copied``; None for the others."""
+    if x.dtype == torch.float64:
+        return reference.split_columns(x, widths, copied)
     pitch = _row_stride(x)
     if pitch is None:
         x = x.contiguous()
@@ -79,6 +84,8 @@ def split_columns(x: torch.Tensor, widths: tuple[int, ...], copied: tuple[bool, 
 
 def join_columns(parts: Sequence[torch.Tensor | None], widths: tuple[int, ...]) -> torch.Tensor:
     """``[B, T, sum of widths]`` from its parts ``[B, T, w]``, at least one of them there; zero where one is None."""
+    if any(p is not None and p.dtype == torch.float64 for p in parts):
+        return reference.join_columns(parts, widths)
     given, strides = list(parts), list[int | None]()
     for i, part in enumerate(given):
         stride = None if part is None else _row_stride(part)
