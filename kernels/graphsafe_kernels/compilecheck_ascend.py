@@ -26,7 +26,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Target -> the compiler's name of it, and the options that Triton-Ascend gives on such a device."""
 
-_CAUSE = re.compile(r"[^\n]*(?:overflow, requires[^(\n]*|Unsupported[^\n]*|[Ii]nput_precision[^\n]*|error: [^\n]*)")
+_CAUSE = re.compile(r"[^\n]*(?:overflow, requires[^(\n]*|error: [^\n]*)")
 _PLACE = re.compile(r'loc\("[^"]*"(?::\d+)*\):? ?|error: ')
 
 
@@ -50,8 +50,7 @@ def compile_ascend(shipped: Shipped, target: str) -> dict[str, Any]:
     try:
         compiled = triton.compile(source, target=GPUTarget("npu", arch, 0), options=options)
     except Exception as problem:  # the compiler's report is a page; one line of it is the cause
-        found = _causes(str(problem))
-        raise RuntimeError(found[0] if found else f"{type(problem).__name__}: the compiler crashed") from problem
+        raise RuntimeError(f"{type(problem).__name__}: {_cause(problem)}") from problem
     told = compiled.metadata
     locks = max(int(getattr(told, "lock_num", 0)), 0)
     figures = {
@@ -63,10 +62,15 @@ def compile_ascend(shipped: Shipped, target: str) -> dict[str, Any]:
     return figures | ({"problem": f"needs {locks} locks, which no capture initialises"} if locks else {})
 
 
-def _causes(report: str) -> list[str]:
-    """The lines of a compiler's report that name a cause, an overflow before all others."""
+def _cause(problem: BaseException) -> str:
+    """One line of an error: of a compiler's report its causes, an overflow before all others; else the last one."""
+    report = str(problem)
     lines = [_PLACE.sub("", m.group(0)).strip() for m in _CAUSE.finditer(report)]
-    return sorted(lines, key=lambda line: "overflow" not in line)
+    if lines:
+        return min(lines, key=lambda line: "overflow" not in line)
+    if "Stack dump" in report:
+        return "the compiler crashed"
+    return (report.strip().splitlines() or [""])[-1].strip()
 
 
 def _prepare() -> None:

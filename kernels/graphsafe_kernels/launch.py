@@ -9,7 +9,8 @@ Requirements
 3. A compiled kernel is reused only where Triton would reuse it: same device and constants, the same pointers divisible
    by 16, the same integers beyond 32 bits. Dtypes and absent operands are part of what the caller keys its prepared
    launch by, and no integer argument is one that the kernel specialises.
-4. Kernels in the interpreter, and on devices other than CUDA, are launched the ordinary way each time.
+4. A grid that an NPU does not take is refused by name where the launch is prepared.
+5. Kernels in the interpreter, and on devices other than CUDA, are launched the ordinary way each time.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from typing import Any
 import torch
 import triton
 
+from graphsafe.errors import error
 from graphsafe_kernels import _interpreter
 
 __all__ = ["PreparedLaunch"]
+
+MOST_PROGRAMS = 65535
+"""What Triton-Ascend accepts of a grid, its axes multiplied."""
 
 _interpreter.prepare()
 _knobs: Any = getattr(getattr(triton, "knobs", None), "runtime", None)  # none in Triton-Ascend 3.2
@@ -62,6 +67,10 @@ class PreparedLaunch:
         ``programs`` programs."""
         if programs == 0:
             return lambda *pointers: None
+        if device.type == "npu" and programs > MOST_PROGRAMS:
+            raise error("unsupported", f"a grid of {programs} programs of {self._kernel.__name__}",
+                        why=f"An NPU takes {MOST_PROGRAMS} programs in all.",
+                        remedy="Use a smaller bucket, or larger chunks.")
         grid = (programs, 1, 1)
         if _interpreter.interpreted(self._kernel) or device.type != "cuda":
             return lambda *pointers: self._kernel[grid](*pointers, *integers, **self.constants, **self._options)

@@ -12,7 +12,7 @@ from typing import Any
 
 from graphsafe.errors import error
 
-__all__ = ["MAX_WIDTH", "backward_options", "forward_options", "reduce_options"]
+__all__ = ["MAX_WIDTH", "backward_options", "forward_options", "max_width", "reduce_options"]
 
 MAX_WIDTH = 8192
 
@@ -20,16 +20,21 @@ Options = tuple[dict[str, Any], int]
 """Compile-time sizes of a kernel, and its warps."""
 
 
+def max_width(kind: str) -> int:
+    """The widest row that a device of ``kind`` takes: 910B's unified buffer holds a backward of half of it."""
+    return MAX_WIDTH // 2 if kind.startswith("ascend") else MAX_WIDTH
+
+
 def _tile(kind: str, width: int) -> tuple[int, int, int]:
     """Channels of a row rounded up, rows at a time, and warps: about 16 elements of a tile a thread."""
-    if width > MAX_WIDTH:
-        raise error("unsupported", f"a norm over {width} channels; the kernels serve up to {MAX_WIDTH}",
-                    why="A program holds a row in registers.", remedy="Use fp64 or CPU operands, which the reference "
+    if width > max_width(kind):
+        raise error("unsupported", f"a norm over {width} channels; the kernels serve up to {max_width(kind)}",
+                    why="A program holds a row on chip.", remedy="Use fp64 or CPU operands, which the reference "
                     "serves, or a norm of the framework.")
     block = 1 << (width - 1).bit_length()
     elements = 1 << 16 if kind == "interpreter" else 2048
     rows = max(1, elements // block)
-    return block, rows, 1 if kind in ("ascend910b", "interpreter") else max(4, block // 512)
+    return block, rows, 1 if kind == "interpreter" or kind.startswith("ascend") else max(4, block // 512)
 
 
 def forward_options(kind: str, width: int) -> Options:

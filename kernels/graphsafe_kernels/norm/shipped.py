@@ -6,7 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-from graphsafe_kernels.norm.configurations import MAX_WIDTH, backward_options, forward_options, reduce_options
+from graphsafe_kernels.norm.configurations import (
+    backward_options,
+    forward_options,
+    max_width,
+    reduce_options,
+)
 from graphsafe_kernels.norm.kernels import norm_backward_kernel, norm_forward_kernel, norm_reduce_kernel
 from graphsafe_kernels.policy import Policy
 from graphsafe_kernels.shipped import Shipped, pointer
@@ -26,7 +31,7 @@ def shipped(policy: Policy) -> Iterator[Shipped]:
     for dtype in (torch.float16, torch.float32):
         yield from _all(policy, dtype, 128, swish=True)
     yield from _all(policy, torch.bfloat16, 80, swish=True, packed=False)
-    for width, heads in ((1000, _HEADS), (2048, 1), (MAX_WIDTH, 1)):
+    for width, heads in ((1000, _HEADS), (2048, 1), (max_width(policy.kind), 1)):
         yield from _all(policy, torch.bfloat16, width, swish=True, heads=heads)
         yield from _all(policy, torch.float32, width, swish=True, heads=heads, gated=False)
     sizes, warps = reduce_options(policy.kind, 128)

@@ -14,14 +14,13 @@ import triton.language as tl
 __all__ = ["chunk_tables_kernel"]
 
 
-@triton.jit(do_not_specialize=["sequences", "slots"])
-def chunk_tables_kernel(cu_seqlens, chunk_indices, chunk_offsets, sequences, slots,
-                        BT: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, ONE_TILE: tl.constexpr):
-    """chunk_indices ``[slots, 2]`` and chunk_offsets ``[N + 1]``. ONE_TILE: N is at most TILE."""
-    pid = tl.program_id(0)
-    slot = pid * SLOTS + tl.arange(0, SLOTS)
+@triton.jit
+def _write_slots(block, cu_seqlens, chunk_indices, chunk_offsets, sequences, slots,
+                 BT: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, ONE_TILE: tl.constexpr):
+    """SLOTS rows of the tables; the first block writes the offsets too."""
+    slot = block * SLOTS + tl.arange(0, SLOTS)
     lane = tl.arange(0, TILE)
-    tl.store(chunk_offsets + lane, (lane * 0).to(chunk_offsets.dtype.element_ty), mask=(lane == 0) & (pid == 0))
+    tl.store(chunk_offsets + lane, (lane * 0).to(chunk_offsets.dtype.element_ty), mask=(lane == 0) & (block == 0))
     sequence = tl.zeros([SLOTS], tl.int32)
     first = tl.zeros([SLOTS], tl.int32)
     chunks = 0
@@ -32,7 +31,7 @@ def chunk_tables_kernel(cu_seqlens, chunk_indices, chunk_offsets, sequences, slo
         end = tl.load(cu_seqlens + n + 1, mask=inside, other=0).to(tl.int32)
         count = tl.where(inside, (end - start + (BT - 1)) // BT, 0)
         reached = chunks + tl.cumsum(count, 0)
-        tl.store(chunk_offsets + n + 1, reached.to(chunk_offsets.dtype.element_ty), mask=inside & (pid == 0))
+        tl.store(chunk_offsets + n + 1, reached.to(chunk_offsets.dtype.element_ty), mask=inside & (block == 0))
         # sequences that end at or before the slot, and where the last of them ends
         passed = inside[None, :] & (reached[None, :] <= slot[:, None])
         sequence += tl.sum(passed.to(tl.int32), 1)
@@ -45,3 +44,17 @@ def chunk_tables_kernel(cu_seqlens, chunk_indices, chunk_offsets, sequences, slo
     column = tl.arange(0, 2)[None, :]
     row = tl.where(column == 0, tl.where(live, sequence, -1)[:, None], tl.where(live, slot - first, 0)[:, None])
     tl.store(chunk_indices + 2 * slot[:, None] + column, row.to(index), mask=(slot < slots)[:, None])
+
+
+@triton.jit(do_not_specialize=["sequences", "slots", "blocks"])
+def chunk_tables_kernel(cu_seqlens, chunk_indices, chunk_offsets, sequences, slots, blocks,
+                        BT: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, ONE_TILE: tl.constexpr,
+                        LOOP: tl.constexpr):
+    """chunk_indices ``[slots, 2]`` and chunk_offsets ``[N + 1]``. ONE_TILE: N is at most TILE. A program does one of
+    ``blocks`` blocks of SLOTS slots, or walks them (LOOP)."""
+    pid = tl.program_id(0)
+    if LOOP:
+        for block in range(pid, blocks, tl.num_programs(0)):
+            _write_slots(block, cu_seqlens, chunk_indices, chunk_offsets, sequences, slots, BT, TILE, SLOTS, ONE_TILE)
+    else:
+        _write_slots(pid, cu_seqlens, chunk_indices, chunk_offsets, sequences, slots, BT, TILE, SLOTS, ONE_TILE)

@@ -38,8 +38,9 @@ def table_options(policy: TablePolicy, sequences: int, chunk_size: int) -> tuple
 @functools.lru_cache(maxsize=256)
 def _launch(device: torch.device, dtype: torch.dtype, sequences: int, chunk_size: int) -> PreparedLaunch:
     # the dtype is not looked at, but each is a kernel of its own
-    sizes, warps = table_options(policy_for(device).tables, sequences, chunk_size)
-    return PreparedLaunch(chunk_tables_kernel, sizes, num_warps=warps)
+    policy = policy_for(device)
+    sizes, warps = table_options(policy.tables, sequences, chunk_size)
+    return PreparedLaunch(chunk_tables_kernel, {**sizes, "LOOP": policy.cores > 0}, num_warps=warps)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -51,8 +52,9 @@ def _plan(device: torch.device, dtype: torch.dtype, sequences: int, tokens: int,
                     "and fewer than 2^31 tokens are needed")
     slots = slot_count(tokens, sequences, chunk_size)
     launch = _launch(device, dtype, 1 << (sequences - 1).bit_length(), chunk_size)
-    programs = max(1, -(-slots // launch.constants["SLOTS"]))
-    return launch.bind(device, programs, (sequences, slots)), slots
+    blocks = max(1, -(-slots // launch.constants["SLOTS"]))
+    programs = min(blocks, policy_for(device).cores or blocks)
+    return launch.bind(device, programs, (sequences, slots, blocks)), slots
 
 
 def build_tables(cu_seqlens: torch.Tensor, tokens: int, chunk_size: int = 64) -> ChunkTables:

@@ -19,9 +19,10 @@ def shipped(policy: Policy) -> Iterator[Shipped]:
     for dtype in (torch.int32, torch.int64):
         index = pointer(dtype)
         types = {"cu_seqlens": index, "chunk_indices": index, "chunk_offsets": index,
-                 "sequences": "i32", "slots": "i32"}
+                 "sequences": "i32", "slots": "i32", "blocks": "i32"}
         sequences = 16
         while sequences <= 4096:
             sizes, warps = table_options(policy.tables, sequences, 64)
-            yield Shipped(chunk_tables_kernel, f"{index} {sequences} sequences", types, sizes, warps)
+            yield Shipped(chunk_tables_kernel, f"{index} {sequences} sequences", types,
+                          {**sizes, "LOOP": policy.cores > 0}, warps)
             sequences *= 4
