@@ -21,7 +21,7 @@ from typing import Any
 from graphsafe.bucket import Bucket
 from graphsafe.errors import error
 
-__all__ = ["DIRECTIONS", "DTYPES", "LAYOUTS", "OPERATORS", "Case", "read_cases"]
+__all__ = ["DIRECTIONS", "DTYPES", "GDN_NORM", "KDA_GATE", "LAYOUTS", "OPERATORS", "SIX_SWITCHES", "Case", "read_cases"]
 
 OPERATORS = ("gdn", "kda", "conv", "tables", "gdn-layer", "kda-layer", "gdn-step", "kda-step")
 DIRECTIONS = ("forward", "forward+backward", "step")
@@ -35,6 +35,32 @@ _SHAPE = {
     "tables": (),
     "layer": ("heads", "value_heads", "key_dim", "value_dim", "hidden"),
     "step": ("heads", "value_heads", "key_dim", "value_dim", "hidden", "depth"),
+}
+
+
+KDA_GATE: dict[str, Any] = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_gate_in_kernel": True,
+    "safe_gate": True,
+    "lower_bound": -5.0,
+}
+"""KDA as Kimi Linear calls it."""
+
+GDN_NORM: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
+"""GDN as Qwen3-Next calls it, its decay given."""
+
+SIX_SWITCHES: dict[str, Any] = {**KDA_GATE, "use_beta_sigmoid_in_kernel": True, "disable_recompute": True}
+"""KDA with all switches of the AscendC comparison."""
+
+_USUAL: Mapping[str, Mapping[str, Any]] = {"gdn": GDN_NORM, "kda": KDA_GATE, "conv": {}}
+_SWITCHES = {
+    "use_qk_l2norm_in_kernel": "l2norm",
+    "use_gate_in_kernel": "gate",
+    "safe_gate": "safe",
+    "lower_bound": "bound",
+    "use_beta_sigmoid_in_kernel": "sigmoid",
+    "allow_neg_eigval": "negative",
+    "disable_recompute": "keep",
 }
 
 
@@ -146,11 +172,19 @@ class Case:
 
     @property
     def label(self) -> str:
-        """A short name for tables and plots."""
+        """A short name for tables and plots; options are in it where they are not those that the models use."""
         text = f"{self.operator} {self.tokens}x{self.sequences}"
         if self.fill < 1:
             text += f" {self.fill:.0%}"
-        return ", ".join(filter(None, (text, self.size_label, SHORT[self.direction])))
+        return ", ".join(filter(None, (text, self.size_label, self._options_label, SHORT[self.direction])))
+
+    @property
+    def _options_label(self) -> str:
+        if self.options == _USUAL.get(self.operator, self.options):
+            return ""
+        if self.options == SIX_SWITCHES:
+            return "six switches"
+        return " ".join(_SWITCHES.get(name, name) for name, value in self.options.items() if value) or "plain"
 
     @property
     def size_label(self) -> str:

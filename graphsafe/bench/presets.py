@@ -11,24 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from graphsafe.bench.cases import Case
+from graphsafe.bench.cases import GDN_NORM, KDA_GATE, SIX_SWITCHES, Case
 from graphsafe.errors import error
 
-__all__ = ["KDA_GATE", "PRESETS", "SIX_SWITCHES", "preset"]
-
-KDA_GATE: dict[str, Any] = {
-    "use_qk_l2norm_in_kernel": True,
-    "use_gate_in_kernel": True,
-    "safe_gate": True,
-    "lower_bound": -5.0,
-}
-"""KDA as Kimi Linear calls it."""
-
-GDN_NORM: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
-"""GDN as Qwen3-Next calls it, its decay given."""
-
-SIX_SWITCHES: dict[str, Any] = {**KDA_GATE, "use_beta_sigmoid_in_kernel": True, "disable_recompute": True}
-"""The switches of the AscendC comparison."""
+__all__ = ["PRESETS", "preset"]
 
 _BOTH = ("forward", "forward+backward")
 _FILLS = (0.1, 0.25, 0.5, 1.0)
@@ -124,6 +110,7 @@ def _ascendc() -> Iterable[Case]:
             yield _delta(operator, 1024, 4, direction, **small)
             yield _delta(operator, 2048, 16, direction, **{**small, "layout": "short-tail"})
             yield _delta(operator, 4096, 256, direction, **small)
+    yield from _switches()
 
 
 def _peers() -> Iterable[Case]:
@@ -137,6 +124,19 @@ def _peers() -> Iterable[Case]:
             yield _delta("kda", tokens, sequences, direction, **even)
         for tokens, sequences in ((1024, 4), (4096, 1), (4096, 32), (8192, 1)):
             yield Case("conv", tokens, sequences, direction=direction, **even)
+
+
+def _switches() -> Iterable[Case]:
+    """Each switch of the comparison by itself, and all of them."""
+    sigmoid: dict[str, Any] = {"use_beta_sigmoid_in_kernel": True}
+    shared: list[dict[str, Any]] = [{}, GDN_NORM, sigmoid, {**sigmoid, "allow_neg_eigval": True}]
+    gate: dict[str, Any] = {"use_gate_in_kernel": True}
+    bounded = {**gate, "lower_bound": -5.0}
+    alone: list[dict[str, Any]] = [gate, bounded, {**bounded, "safe_gate": True}, {"disable_recompute": True}]
+    for operator, listed in (("gdn", shared), ("kda", [*shared, *alone, SIX_SWITCHES])):
+        for options in listed:
+            small: dict[str, Any] = {"heads": 2, "value_heads": 2, "options": options, "group": "ascendc: switches"}
+            yield _delta(operator, 200, 3, "forward+backward", **small)
 
 
 def _full() -> Iterable[Case]:

@@ -100,12 +100,13 @@ def _launches(found: Mapping[str, Any] | None) -> str:
 
 def _rightness(result: Result) -> Row:
     checks, f = result["checks"] or {}, result["figures"]
+    noise = text.cost(f["switch_noise"], f["switch_noise_certain"])
     replay, off = checks.get("replay"), (checks.get("same_bits") or {}).get("eager-off")
     return (
         text.error_text(worst_error(result)),
         text.difference(checks.get("live_difference")),
         _bits(replay),
-        text.DASH if off is None else f"{_bits(off)}, {text.cost(f['switch_noise'], f['switch_noise_certain'])}",
+        text.DASH if off is None else _bits(off) + (f", {noise}" if noise != text.DASH else ""),
         text.cost(f["switch_cost"], f["switch_cost_certain"]),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from bench_fakes import SMALL, small
 
-from graphsafe.bench.cases import LAYOUTS, OPERATORS, Case, read_cases
+from graphsafe.bench.cases import LAYOUTS, OPERATORS, SIX_SWITCHES, Case, read_cases
 from graphsafe.bench.presets import PRESETS, preset
 from graphsafe.errors import ArgumentError
 
@@ -39,6 +39,10 @@ def test_presets_cover_what_they_promise() -> None:
     ascendc = [c for c in preset("ascendc") if c.group == "ascendc" and c.operator == "kda"]
     assert {c.heads for c in ascendc} == {96, 48, 24, 12, 64, 32, 16, 8}
     assert all(len(c.options) == 6 and c.tokens == 8192 and c.key_dim == c.value_dim == 128 for c in ascendc)
+    assert {c.label.split(", ")[2] for c in ascendc} == {"six switches"}
+    switches = [c for c in preset("ascendc") if c.group == "ascendc: switches" and c.operator == "kda"]
+    assert {name for c in switches for name in c.options} == {*SIX_SWITCHES, "allow_neg_eigval"}
+    assert len({c.label for c in switches}) == len(switches)  # a row says which switches are on
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:

@@ -10,9 +10,9 @@ import torch
 from bench_fakes import small
 
 from graphsafe import get_runtime
+from graphsafe.bench.cases import KDA_GATE
 from graphsafe.bench.checks import Check, bound_of, check, oracle_rows, relative_error
 from graphsafe.bench.modes import Prepared, prepare
-from graphsafe.bench.presets import KDA_GATE
 from graphsafe.bench.workloads import Workload, workload_of
 
 

@@ -7,9 +7,8 @@ import torch
 from bench_fakes import FakeClock, small
 
 from graphsafe import get_runtime
-from graphsafe.bench.cases import Case
+from graphsafe.bench.cases import KDA_GATE, Case
 from graphsafe.bench.floors import device_peaks, floor_us, work_of
-from graphsafe.bench.presets import KDA_GATE
 
 PEAKS = {"bytes_per_s": 4.3e12, "flop_per_s": 790e12}
 
