@@ -116,7 +116,7 @@ def break_even(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Per series of cases that differ in their length alone: up to which length update and replay beat eager-live.
 
     ``verdict``: ``crossing`` with ``tokens``; ``always`` or ``never`` within the lengths measured; ``unsteady`` where
-    the advantage changes sign in another way.
+    the advantage changes sign in another way. ``apart``: by length, whether both medians' intervals are.
     """
     series: dict[tuple[str, str], list[Result]] = {}
     for result in results:
@@ -145,6 +145,7 @@ def break_even(results: Sequence[Result]) -> list[dict[str, Any]]:
                 "lengths": lengths,
                 "eager_us": eager,
                 "graph_us": graph,
+                "apart": [apart(r, "graph-update-replay", "eager-live", "wall") for r in members],
                 "verdict": verdict,
                 "tokens": at,
             }

@@ -103,15 +103,16 @@ def error_text(found: Mapping[str, Any] | None) -> str:
 
 
 def verdict_text(curve: Mapping[str, Any]) -> str:
-    """What a break-even curve says."""
+    """What a break-even curve says, and at which lengths its sides are within the noise of each other."""
     first, last = int(curve["lengths"][0]), int(curve["lengths"][-1])
-    if curve["verdict"] == "crossing":
-        return f"at {curve['tokens']:,.0f} tokens"
-    if curve["verdict"] == "always":
-        return f"the graph is ahead at every length measured ({first:,} to {last:,})"
-    if curve["verdict"] == "never":
-        return f"eager is ahead at every length measured ({first:,} to {last:,})"
-    return f"the advantage changes sign more than once between {first:,} and {last:,} tokens"
+    said = {
+        "crossing": f"at {curve['tokens'] or 0:,.0f} tokens",
+        "always": f"the graph is ahead at every length measured ({first:,} to {last:,})",
+        "never": f"eager is ahead at every length measured ({first:,} to {last:,})",
+        "unsteady": f"the advantage changes sign more than once between {first:,} and {last:,} tokens",
+    }[curve["verdict"]]
+    noisy = [f"{int(n):,}" for n, sure in zip(curve["lengths"], curve["apart"], strict=True) if not sure]
+    return f"{said}; within the noise at {', '.join(noisy)}" if noisy else said
 
 
 def standing_text(found: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import pytest
 from bench_fakes import result
 
 from graphsafe.bench.figures import break_even, crossing, figures
+from graphsafe.bench.text import verdict_text
 
 GRAPH = {
     "warm_up_s": 2e-3,
@@ -108,6 +109,12 @@ def test_break_even_verdicts(eager: list[float], graph: list[float], verdict: st
     assert (found["tokens"] is not None) == (verdict == "crossing")
     if verdict == "crossing":
         assert 256 < found["tokens"] < 512
+
+
+def test_a_verdict_says_where_it_is_noise() -> None:
+    (found,) = curve([100, 100, 100], [99.5, 60, 70])
+    assert found["apart"] == [False, True, True]
+    assert verdict_text(found) == "the graph is ahead at every length measured (128 to 512); within the noise at 128"
 
 
 def test_two_lengths_are_no_curve() -> None:
