@@ -89,7 +89,8 @@ def register_generator(graph: Any, generator: torch.Generator) -> None:
 def release_pool(device: int, pool: Any) -> None:
     """Stop allocating into a pool whose capture ended with an error: the allocator is not told in that case."""
     module = importlib.import_module("torch_npu")._C
-    end = getattr(module, "_npu_endAllocateToPool", None)
+    before = getattr(module, "_npu_endAllocateCurrentStreamToPool", None)  # its name up to 2.12
+    end = getattr(module, "_npu_endAllocateToPool", before)
     release = getattr(module, "_npu_releasePool", None)
     if end is None or release is None:
         return
