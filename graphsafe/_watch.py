@@ -313,7 +313,7 @@ class _FunctionWatch(TorchFunctionMode):
                 tensor=args[0],
                 why="Work done through a raw address on a CPU is not an operator, so it cannot be recorded.",
             )
-        if func in _FROM_HOST and self._watch.device.type != "cpu" and not any(_all_tensors(args[:1])):
+        if func in _FROM_HOST and self._watch.device.type != "cpu" and not isinstance(args[0] if args else None, _T):
             # on a CPU the operator that lifts the values is seen; a device copies them before there is an operator
             self._watch.refuse("host-data", f"{_FROM_HOST[func]} makes a tensor from host values")
         if func in _READS_ARGUMENTS and (read := next(argument_tensors((args[1:], kwargs)), None)) is not None:

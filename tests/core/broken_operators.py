@@ -471,7 +471,7 @@ def work_in_a_thread(rt):
     return bodies(rt, breaking, lambda: x.mul_(2) + 1)
 
 
-@case("not-capturable", gs.UnsupportedError)
+@case("not-capturable", gs.UnsupportedError, devices=("cpu", "cuda"))
 def sparse(rt):
     x = data(rt, 4)
 
