@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def test_default_is_this_projects_own() -> None:
 
 def test_argument_beats_context_beats_environment(doubling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = by()
-    monkeypatch.setenv(providers.ENVIRONMENT_VARIABLE, "doubling")
+    monkeypatch.setattr(choice, "_environment", "doubling")
     assert torch.equal(by(), 2 * plain)
     with providers.using("reference"):
         assert torch.equal(by(), plain)
@@ -101,7 +102,7 @@ def test_a_layer_follows_the_context(doubling: str) -> None:
 
 def test_nothing_is_chosen_for_an_oracle(doubling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = by()
-    monkeypatch.setenv(providers.ENVIRONMENT_VARIABLE, "doubling")
+    monkeypatch.setattr(choice, "_environment", "doubling")
     with reference_only():
         assert torch.equal(by(), plain)
 
@@ -123,10 +124,10 @@ def test_an_error_of_an_operator_names_the_callers_line() -> None:
 
 
 def test_environment_names_operators_apart(doubling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(providers.ENVIRONMENT_VARIABLE, "reference, chunk_kda=doubling")
+    monkeypatch.setattr(choice, "_environment", "reference, chunk_kda=doubling")
     assert providers.chosen("chunk_kda").name == "doubling"
     assert providers.chosen("causal_conv1d").name == "reference"
-    monkeypatch.setenv(providers.ENVIRONMENT_VARIABLE, "chunk_kba=doubling")
+    monkeypatch.setattr(choice, "_environment", "chunk_kba=doubling")
     with pytest.raises(ArgumentError, match="chunk_kba"):
         by()
 
@@ -219,6 +220,16 @@ def test_tables_have_providers_too() -> None:
     built = [build_tables(boundaries, 256, provider=name) for name in ("graphsafe", "reference")]
     assert torch.equal(built[0].chunk_indices, built[1].chunk_indices)
     assert built[0].slots == 5
+
+
+def test_the_environment_is_read_at_import() -> None:
+    code = (
+        "from graphsafe_kernels import providers; from graphsafe_kernels.kda import chunk_kda; "
+        "assert providers.chosen('chunk_kda').name == 'reference', providers.chosen('chunk_kda').name; "
+        "assert providers.chosen('causal_conv1d').name == 'graphsafe'"
+    )
+    environment = {**os.environ, providers.ENVIRONMENT_VARIABLE: "chunk_kda=reference"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)
 
 
 def test_listing_providers_imports_none() -> None:

@@ -3,7 +3,8 @@
 Requirements
 ------------
 1. An explicit choice wins: the operator's argument ``provider``, then the innermost ``using(...)``, then the variable
-   ``GRAPHSAFE_PROVIDER`` (``name``, or ``operator=name`` pairs separated by commas). Else this project's own.
+   ``GRAPHSAFE_PROVIDER`` (``name``, or ``operator=name`` pairs separated by commas), which is read once, at import: a
+   look at the environment costs more than all the rest. Else this project's own.
 2. The provider chosen serves the call or refuses it with the reason; no other one is tried in its place.
 3. Every choice is logged under ``graphsafe.providers``, once per operator, provider and source: at INFO, and the
    default at DEBUG.
@@ -31,6 +32,8 @@ __all__ = ["DEFAULT", "ENVIRONMENT_VARIABLE", "chosen", "selectable", "serve", "
 
 ENVIRONMENT_VARIABLE = "GRAPHSAFE_PROVIDER"
 DEFAULT = "graphsafe"
+
+_environment = os.environ.get(ENVIRONMENT_VARIABLE, "")
 
 _log = logging.getLogger(ENTRY_POINTS)
 _logged: set[tuple[str, str, str]] = set()
@@ -69,7 +72,7 @@ def _choose(operator: str, provider: str | None) -> tuple[str, str]:
     for wanted, name in _context.get():
         if wanted in (None, operator):
             return name, "context"
-    name = _from_environment(operator, os.environ.get(ENVIRONMENT_VARIABLE, ""))
+    name = _from_environment(operator, _environment)
     return (name, "environment") if name else (DEFAULT, "default")
 
 
@@ -122,6 +125,7 @@ def selectable(operator: Callable[P, R]) -> Callable[P, R]:
     The operator as it was written stays reachable as ``__wrapped__``: it is what the provider ``graphsafe`` calls.
     """
     name = operator.__name__
+    by_default = (name, DEFAULT, "default")
 
     @functools.wraps(operator)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -130,8 +134,9 @@ def selectable(operator: Callable[P, R]) -> Callable[P, R]:
             context = _context.get()
             if context is _SERVING or only_reference():
                 return operator(*args, **kwargs)
-            if not context and ENVIRONMENT_VARIABLE not in os.environ:
-                _say(name, DEFAULT, "default")
+            if not context and not _environment:
+                if by_default not in _logged:
+                    _say(*by_default)
                 return operator(*args, **kwargs)
         result: R = serve(name, *args, provider=provider, **kwargs)  # type: ignore[arg-type]
         return result
