@@ -18,6 +18,8 @@ from layer_cases import (
     tensors,
 )
 
+from graphsafe.errors import GraphSafeError
+
 NAN = float("nan")
 LENGTHS = [5, 0, 70, 1, 2, 64]
 TOKENS = sum(LENGTHS)
@@ -178,3 +180,16 @@ def test_bf16_layers_run_and_keep_padding_zero(case):
     for t in (output, x.grad):
         assert torch.count_nonzero(t[:, 20:]) == 0
     assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
+
+
+@each_layer
+@pytest.mark.parametrize("packed", [False, True])
+def test_second_order_gradients_are_refused_by_name(case, packed):
+    """Never a wrong number: not through a weight either, whose own path is made of torch's operators."""
+    layer, x = make_layer(case), randn(1, 9, HIDDEN).requires_grad_()
+    y = layer(x, **({"cu_seqlens": boundaries([4, 5])} if packed else {}))[0]
+    (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    for of in (x, layer.in_proj.weight):
+        with pytest.raises(GraphSafeError, match="second-order") as caught:
+            torch.autograd.grad(g.sum(), of, retain_graph=True)
+        assert caught.value.rule.name == "unsupported"

@@ -21,6 +21,7 @@ from graphsafe.contract import check_cu_seqlens, check_tensor
 from graphsafe.errors import error
 from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.backend import resolve
+from graphsafe_kernels.reference.once import first_order_only
 from graphsafe_kernels.reference.rows import SavedBoundaries
 
 __all__ = ["Batch"]
@@ -48,7 +49,8 @@ class _ClearGradient(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+    @first_order_only("a layer")
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return resolve("clear_padding", dy.device)(dy, ctx.boundaries.get()), None
 
 

@@ -18,6 +18,7 @@ import torch
 
 from graphsafe_kernels.backend import resolve
 from graphsafe_kernels.reference import rows as reference
+from graphsafe_kernels.reference.once import first_order_only
 
 __all__ = ["join_columns", "shipped", "split", "split_columns"]
 
@@ -111,6 +112,7 @@ class _Split(torch.autograd.Function):
         return tuple(_parts(x, widths, copied))
 
     @staticmethod
+    @first_order_only("a layer")
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         device = next((g.device for g in gradients if g is not None), None)
         if device is None:
