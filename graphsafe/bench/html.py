@@ -57,11 +57,7 @@ def render(report: Mapping[str, Any]) -> str:
         "us": text.microseconds,
         "share": text.percent,
         "ratio": text.ratio,
-        "size": text.byte_size,
-        "whole": text.count,
-        "seconds": text.seconds,
         "error": text.error_text,
-        "verdict": text.verdict_text,
         "standing": text.standing_text,
     }
     return templates.get_template(_TEMPLATE).render(

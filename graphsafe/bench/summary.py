@@ -62,6 +62,20 @@ def _costs(result: Result) -> Row:
     )
 
 
+def _capture(result: Result) -> Row:
+    graph, live = result["graph"], result["times"].get("graph-live")
+    if graph is None:
+        return (text.DASH,) * 6
+    return (
+        text.seconds(result.get("first_call_s")),
+        text.seconds(graph["warm_up_s"]),
+        text.seconds(graph["capture_s"]),
+        text.microseconds(live and live["device"]["p50"]),
+        text.byte_size(graph["arena_bytes"]),
+        text.byte_size(graph["pool_bytes"]),
+    )
+
+
 def _floors(result: Result) -> Row:
     f = result["figures"]
     if f["floor_us"] is None:
@@ -130,6 +144,13 @@ GROUPS = (
         "own times. Update: the copies alone, and how much longer update and replay take than a replay. Pays after: "
         "calls until the time saved is the time of warm-up and capture. Noise: the intervals of the medians overlap.",
         _costs,
+    ),
+    Group(
+        "What a capture takes",
+        ("first call", "warm-up", "capture", "graph-live, us", "arena", "pool"),
+        "First call: eager, compiling included. Warm-up and capture: of the bucket's graph, once. Graph-live: a replay "
+        "captured at the batch's own size, by device events. Arena: static operands; pool: memory born in the graph.",
+        _capture,
     ),
     Group(
         "How far from the floor",

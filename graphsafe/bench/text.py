@@ -41,7 +41,10 @@ def microseconds(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    return DASH if value is None else f"{value:.2f} s"
+    """``1.25 s``; milliseconds below one second."""
+    if value is None:
+        return DASH
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 def percent(value: float | None, *, signed: bool = True) -> str:
