@@ -54,7 +54,12 @@ _HOST_READS: dict[Any, str] = {
 }
 _READS_ARGUMENTS = {torch.tensor_split: "tensor_split", _T.tensor_split: "tensor_split"}
 """Functions that read a tensor among their later arguments on the host, through no operator."""
-_FROM_HOST = {torch.tensor: "torch.tensor", torch.as_tensor: "torch.as_tensor", _T.new_tensor: "new_tensor()"}
+_FROM_HOST: dict[Any, tuple[str, int]] = {
+    torch.tensor: ("torch.tensor", 0),
+    torch.as_tensor: ("torch.as_tensor", 0),
+    _T.new_tensor: ("new_tensor()", 1),
+}
+"""Functions that make a tensor of Python values, and the place of the values among their arguments."""
 _REPLACES_STORAGE = {_T.data.__set__: "assigning .data"}  # type: ignore[attr-defined]
 _RAW_ADDRESS: dict[Any, str] = {_T.data_ptr: "data_ptr()", _T.__dlpack__: "a DLPack export"}
 
@@ -313,9 +318,11 @@ class _FunctionWatch(TorchFunctionMode):
                 tensor=args[0],
                 why="Work done through a raw address on a CPU is not an operator, so it cannot be recorded.",
             )
-        if func in _FROM_HOST and self._watch.device.type != "cpu" and not isinstance(args[0] if args else None, _T):
+        if func in _FROM_HOST and self._watch.device.type != "cpu":
             # on a CPU the operator that lifts the values is seen; a device copies them before there is an operator
-            self._watch.refuse("host-data", f"{_FROM_HOST[func]} makes a tensor from host values")
+            name, place = _FROM_HOST[func]
+            if not isinstance(args[place] if place < len(args) else kwargs.get("data"), _T):
+                self._watch.refuse("host-data", f"{name} makes a tensor from host values")
         if func in _READS_ARGUMENTS and (read := next(argument_tensors((args[1:], kwargs)), None)) is not None:
             what = f"{_READS_ARGUMENTS[func]} reads {describe(read)} on the host"
             self._watch.refuse("host-read", what, tensor=read)
