@@ -70,8 +70,10 @@ def test_a_packed_batch_equals_the_unmodified_model_sample_by_sample(name):
 
 
 @each_model
-def test_ten_layouts_of_one_capture_have_the_bits_of_eager(runtime, name):
-    model = adapt(make(name).to(runtime.device))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ten_layouts_of_one_capture_have_the_bits_of_eager(runtime, name, dtype):
+    """In bf16 a GPU takes other kernels for attention and experts; a rounding may then choose other experts."""
+    model = adapt(make(name).to(runtime.device, dtype))
 
     @gs.graphed(runtime=runtime, buckets=[BUCKET], on_overflow="error")
     def forward(ids, cu_seqlens, tables):
@@ -83,7 +85,9 @@ def test_ten_layouts_of_one_capture_have_the_bits_of_eager(runtime, name):
             arguments = batch(lengths, runtime.device, seed)
             replayed = forward(*arguments).clone()
             assert torch.equal(replayed, forward.eager(*arguments)), lengths
-            if sum(lengths):  # the models' own code takes no batch without a token
+            assert torch.isfinite(replayed).all(), lengths
+            # the models' own code takes no batch without a token
+            if sum(lengths) and dtype == torch.float32:
                 live = model(input_ids=arguments[0], cu_seqlens=arguments[1]).logits
                 assert torch.allclose(replayed, live, rtol=1e-4, atol=2e-5), lengths
         assert forward.stats.captures == 1

@@ -5,6 +5,7 @@
 ``packing``         a packed batch as a model's layers see it
 ``mixers``          the linear-attention layers of ``transformers``
 ``attention``       full attention over a packed batch without a mask read on the host
+``experts``         experts that are not chosen on the host
 ``fla_models``      the layers of flash-linear-attention's models
 ``fla_names``       flash-linear-attention's operators under their own import names
 ==================  ===========================================================================

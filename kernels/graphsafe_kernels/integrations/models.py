@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from graphsafe.errors import error
-from graphsafe_kernels.integrations import attention
+from graphsafe_kernels.integrations import attention, experts
 from graphsafe_kernels.integrations.fla_models import FLA_LAYERS, replace_fla_layers
 from graphsafe_kernels.integrations.mixers import MIXERS, adapt_mixer
 from graphsafe_kernels.integrations.packing import Packed
@@ -92,11 +92,8 @@ def _check_configuration(model: nn.Module, config: Any) -> None:
 
 
 def _choose_experts(model: Any) -> None:
-    """Experts as products over all of them, or over gathered weights: which tokens they get is never read."""
-    if not any(hasattr(m, "gate_up_proj") and hasattr(m, "num_experts") for m in model.modules()):
-        return
-    cuda = next(model.parameters()).device.type == "cuda"
-    model.set_experts_implementation("grouped_mm" if cuda else "batched_mm")
+    if any(hasattr(m, "gate_up_proj") and hasattr(m, "num_experts") for m in model.modules()):
+        model.set_experts_implementation(experts.register())
 
 
 def _packed(model: nn.Module, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> Packed | None:
