@@ -41,7 +41,6 @@ def forward_chain(
     chunks = length // BT if TILES else tl.cdiv(length, BT)
     rest = chunks * BT < length
     whole = chunks
-    last = length >= 0
     if SEGMENTS == 1:
         if INITIAL:
             S = tl.load(initial_state + base + at, mask=mask, other=0.0).to(tl.float32)
@@ -51,7 +50,6 @@ def forward_chain(
         first = segment * span
         whole = tl.minimum(chunks, first + span)
         rest &= chunks // span == segment
-        last = segment == tl.maximum(length - 1, 0) // BT // span
         live = (segment == 0) | (first * BT < length)
         S = segment_state(tl.where(live, segment, 0), n, hv, at, mask & live, initial_state, ends, transitions,
                           transitions_tiles, HV, K, V, BK, INITIAL, TILES, SEGMENTS, PRECISION)  # fmt: skip
@@ -69,8 +67,11 @@ def forward_chain(
                 states_tiles, residuals_tiles, H, HV, K, V, BT, BK, BV, OUTPUT, SAVE, True, False, PRECISION,
             )  # fmt: skip
     if FINAL:
-        if last:
+        if SEGMENTS == 1:
             tl.store(final_state + base + at, S, mask=mask)
+        else:
+            if segment == tl.maximum(length - 1, 0) // BT // span:
+                tl.store(final_state + base + at, S, mask=mask)
 
 
 @triton.jit

@@ -29,15 +29,14 @@ from graphsafe_kernels.gdn.step_kernels import forward_step, reverse_step
 def carry(S, at, ends, mask, matrix, row, transitions_tiles, BK: tl.constexpr, TILES: tl.constexpr,
           PRECISION: tl.constexpr):  # fmt: skip
     """S^T through one segment: its own part, and S^T times the transposed matrix in rows [row, row + BK)."""
-    i = tl.arange(0, BK)
+    own = tl.load(ends + at, mask=mask, other=0.0)
     if TILES:
         A = transitions_tiles.load([row, 0])
         # 10 bits of mantissa, where the steps' operands have 7 or 10
-        S = tl.dot(S, tl.trans(A), input_precision="tf32")
-    else:
-        A = tl.load(matrix + row.to(tl.int64) * BK + i[:, None] * BK + i[None, :])
-        S = tl.dot(S, tl.trans(A), input_precision=PRECISION)
-    return S + tl.load(ends + at, mask=mask, other=0.0)
+        return tl.dot(S, tl.trans(A), own, input_precision="tf32")
+    i = tl.arange(0, BK)
+    A = tl.load(matrix + row.to(tl.int64) * BK + i[:, None] * BK + i[None, :])
+    return tl.dot(S, tl.trans(A), own, input_precision=PRECISION)
 
 
 @triton.jit
