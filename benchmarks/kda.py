@@ -271,15 +271,15 @@ def variants(vary: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def warm(choices: dict[str, Any], safe: bool, sequences: int, heads: int) -> str:
+def warm(choices: dict[str, Any], safe: bool, tokens: int, sequences: int, heads: int) -> str:
     """Compile a variant's kernels, in a process of its own."""
     try:
         with_choices(choices)
-        case = Case(256, sequences, heads, safe=safe)
+        case = Case(tokens, sequences, heads, safe=safe)
         case.both(case.leaves())
         torch.cuda.synchronize()
     except Exception as e:  # a variant that does not compile is reported where it is timed
-        return f"{choices} safe={safe} sequences={sequences} heads={heads}: {e!r}"[:300]
+        return f"{choices} safe={safe} {tokens}x{sequences} heads={heads}: {e!r}"[:300]
     return ""
 
 
@@ -320,6 +320,7 @@ def main() -> None:
     parser.add_argument("--gates", default="safe,unsafe")
     parser.add_argument("--vary", action="append", default=[])
     parser.add_argument("--warm", type=int, default=0, help="processes that compile the variants beforehand")
+    parser.add_argument("--warm-only", action="store_true", help="compile and stop")
     parser.add_argument("--warm-peer", action="store_true", help="compile the peer's choices beforehand too")
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json")
@@ -340,9 +341,9 @@ def main() -> None:
     shapes = [tuple(map(int, s.split("x"))) for s in args.shape or SHAPES]
     if args.warm:
         timed = "kernels" in args.sections or "replay" in args.sections or "eager" in args.sections
-        work = [({}, s, n, h) for h in all_heads for s in gates for n in sorted({n for _, n in shapes}) if timed]
-        work += [({}, s, 4, 32) for s in gates if not timed]
-        work += [(c, gates[0], shapes[0][1], h) for c in chosen[1:] for h in all_heads]
+        work = [({}, s, *shape, h) for h in all_heads for s in gates for shape in shapes if timed]
+        work += [({}, s, 1024, 4, 32) for s in gates if not timed]
+        work += [(c, gates[0], *shapes[0], h) for c in chosen[1:] for h in all_heads]
         if args.warm_peer:
             os.environ["FLA_CACHE_RESULTS"] = "0"  # of the processes below: nothing they measure is worth keeping
         with multiprocessing.get_context("spawn").Pool(args.warm, maxtasksperchild=1) as pool:
@@ -354,6 +355,8 @@ def main() -> None:
             for problem in filter(None, (f.get() for f in found)):
                 emit(section="warm", problem=problem)
         emit(section="warm", done=True)
+    if args.warm_only:
+        return
     emit(section="device", name=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
          ptxas=os.environ.get("TRITON_PTXAS_PATH", "Triton's"))  # fmt: skip
     if "stages" in args.sections:

@@ -331,7 +331,7 @@ def test_several_blocks(device, configured):
     """Several blocks of K and of V: the same values."""
     b = batch(device, [40, 7], key=32, value=40, padding=5, gate=True)
     want = run(b, dtype=torch.float64, **SOFTPLUS)
-    configured(chain_block=16, clear_block=16, prepare_block=16, product_block=16, gradient_block=16)
+    configured(chain_block=16, clear_block=16, column_block=16, product_block=16)
     assert_close(want, live(b, run(b, **SOFTPLUS)), torch.float32)
 
 
@@ -342,3 +342,39 @@ def test_changed_boundaries_are_noticed(device):
     b.cu[1] = 5
     with pytest.raises(MetadataError):
         o.sum().backward()
+
+
+@pytest.mark.parametrize("span", [1, 2])
+def test_segments(device, configured, launches, span):
+    """Sequences cut into segments: the same values, padding zero, one launch more each way; a bucket's choice alone."""
+    configured(span=span)
+    b = batch(device, [40, 0, 101], padding=20, gate=True)
+    launches.clear()
+    got = run(b, **SOFTPLUS)
+    assert len([n for n in launches if n != "chunk_tables_kernel"]) == 3 + 6, launches
+    assert_close(run(b, dtype=torch.float64, **SOFTPLUS), live(b, got), torch.float32)
+    for key, t in got.items():
+        if per_token(key):
+            assert (t[:, b.total :] == 0).all(), key
+    assert_same(got, run(b, **SOFTPLUS, disable_recompute=True))
+
+
+def test_later_tokens_change_nothing_across_segments(device, configured):
+    configured(span=1)
+    b = batch(device, [101])
+    inputs = {n: getattr(b, n) for n in INPUTS}
+    whole = chunk_kda(**inputs, cu_seqlens=b.cu, chunk_size=32, **NORMED)[0]
+    for name in ROWS:
+        getattr(b, name)[:, 70:] *= 0.5
+    changed = chunk_kda(**inputs, cu_seqlens=b.cu, chunk_size=32, **NORMED)[0]
+    assert torch.equal(whole[:, :70], changed[:, :70])
+    assert not torch.equal(whole[:, 70:], changed[:, 70:])
+
+
+def test_segments_follow_the_bucket():
+    """A few long sequences are cut, in spans that a bucket's sizes fix; many sequences or heads are not."""
+    bf16 = torch.bfloat16
+    problem = lambda tokens, heads, n: autograd.Problem(1, tokens, heads, heads, 128, 128, n, 64, 1.0)  # noqa: E731
+    span = lambda *sizes: launch.choose(problem(*sizes), "sm_90", bf16).span  # noqa: E731
+    assert span(8192, 8, 1) == 16
+    assert span(8192, 32, 1) == span(4096, 8, 32) == span(512, 8, 1) == 0

@@ -30,21 +30,25 @@ Requirements
    Gate parameters get one partial sum per slot and head, which ``finish_kernel`` adds over live slots in order.
 """
 
-# ruff: noqa: SIM102, SIM108  (compile-time and run-time conditions do not combine in a kernel)
+# ruff: noqa: SIM102  (compile-time and run-time conditions do not combine in a kernel)
 import triton
 import triton.language as tl
 
 from graphsafe_kernels.delta.row_kernels import clear_rows, load_rows, locate_slot, padding_rows
 from graphsafe_kernels.kda.decay_kernels import (
     TILE,
-    TILE_LEVELS,
-    before_tile,
+    apart,
+    beside,
+    gathered,
+    in_tiles,
+    level_factors,
     level_pairs,
-    level_weights,
-    tile_decay,
-    token_sums,
+    load_tile_decays,
+    spread,
+    tile_factors,
+    tile_sums,
 )
-from graphsafe_kernels.kda.gate_kernels import gate_factor, gate_gradient, load_gate, log_decay
+from graphsafe_kernels.kda.gate_kernels import gate_factor, gate_gradient, load_bias, log_decay
 from graphsafe_kernels.kda.prepare_kernels import VECTORS, clear_values
 
 
@@ -150,13 +154,37 @@ def products_kernel(
             clear_rows(dbeta + hv, first, end, HV, 0, 1, BT, 1)
 
 
+@triton.jit
+def part_level(k3, q3, y3, pair, turned, dq, dk, ahead, BT: tl.constexpr, PAIRS: tl.constexpr,
+               PRECISION: tl.constexpr, LEVEL: tl.constexpr):  # fmt: skip
+    """Add what one level's pairs within tiles give dq^, dk^ and the gate's a to ``[tiles, 16, BK]`` of each."""
+    F = level_factors(y3, LEVEL)
+    met = level_pairs(LEVEL)
+    meeting = tl.permute(met, [0, 2, 1])
+    kF = (k3 * F).to(PAIRS)
+    qF = (q3 * F).to(PAIRS)
+    Z = tl.where(met, tl.load(pair), 0.0)
+    Y = tl.where(met, tl.load(pair + BT * BT), 0.0)
+    az = tl.dot(Z, kF, input_precision=PRECISION)
+    ay = tl.dot(Y, kF, input_precision=PRECISION)
+    # Loaded the other way round rather than turned.
+    Z = tl.where(meeting, tl.load(turned), 0.0)
+    Y = tl.where(meeting, tl.load(turned + BT * BT), 0.0)
+    ac = tl.dot(Z, qF, input_precision=PRECISION)
+    ac = tl.dot(Y, kF, ac, input_precision=PRECISION)
+    dq += F * az
+    dk += F * (ay + ac)
+    ahead += qF.to(tl.float32) * az + kF.to(tl.float32) * (ay - ac)
+    return dq, dk, ahead
+
+
 @triton.jit(do_not_specialize=["bound", "T", "N", "NT"])
 def gradients_kernel(
     q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg, scale_sums,
     bias_sums, cu_seqlens, chunk_indices, chunk_offsets, bound, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    SAFE: tl.constexpr, SUMS: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr,
+    SAFE: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk ``[tokens, HV, K]`` (parts unless WHOLE) and dg ``[tokens, HV, K]`` of the raw inputs, from the results of
     ``products_kernel``; scale_sums ``[slots, HV]`` and bias_sums ``[slots, HV, K]`` fp32, the gate parameters' parts.
@@ -181,101 +209,104 @@ def gradients_kernel(
     rq = tl.load(vec + 3 * BT)
     factor = gate_factor(A_log, hv, SCALED)
     tile = ii // TILE
-    own_tile = tile == jj // TILE
-    # Bounds that a compiler does not know, so that it keeps loops as they are: unrolled, they run out of registers.
-    tiles = tl.cdiv(rows, TILE)
-    levels = tl.minimum(rows, TILE_LEVELS)
-    tdp = tile_decays + at * (BT // TILE * K)
+    KD: tl.constexpr = (K + BK - 1) // BK * BK
+    tdp = tile_decays + at * (BT // TILE * KD)
     pair = pairs + at * (2 * BT * BT) + ii * BT + jj
+    t = tl.arange(0, BT // TILE)[:, None, None] * TILE
+    r = tl.arange(0, TILE)
+    inner_pair = pairs + at * (2 * BT * BT) + (t + r[None, :, None]) * BT + t + r[None, None, :]
+    turned_pair = pairs + at * (2 * BT * BT) + (t + r[None, None, :]) * BT + t + r[None, :, None]
     rows_q = tl.zeros([BT], tl.float32)
     rows_k = tl.zeros([BT], tl.float32)
     rows_scale = tl.zeros([BT], tl.float32)
-    for column in tl.range(0, K, BK, disable_licm=not SAFE):
+    diagonal = tl.load(own + at * BT + i)[:, None]
+    Z = tl.load(pair)
+    Y = tl.load(pair + BT * BT)
+    k_next = load_rows(k + hq * K, row, rows, 0, K, H * K, BT, BK)
+    q_next = load_rows(q + hq * K, row, rows, 0, K, H * K, BT, BK)
+    g_next = load_rows(g + hv * K, row, rows, 0, K, HV * K, BT, BK)
+    bias_next = load_bias(dt_bias, hv, 0, K, BK, BIAS)
+    for column in tl.range(0, K, BK, disable_licm=True):
+        # Everything from memory first, so that it is waited for together, and the next column block's tiles with it.
+        d0, d1, d2, d3 = load_tile_decays(tdp, column, KD, BT, BK)
         c = column + tl.arange(0, BK)
         inside = m[:, None] & (c < K)[None, :]
-        kh = load_rows(k + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32) * rk[:, None]
-        x = log_decay(load_gate(g, dt_bias, row, rows, hv, column, HV, K, BT, BK, BIAS), factor, bound, GATE)
-        x = tl.where(inside, x, 0.0)
-        # What meets other tokens of the chunk: see decay_kernels.
-        y = token_sums(own_tile & (jj <= ii), x, SUMS, PRECISION)
-        a = tl.exp2(y)
-        if SAFE:
-            fj = tl.exp2(-y)
-        else:
-            fj = tl.exp2(token_sums(own_tile & (jj > ii), x, SUMS, PRECISION))
-        dqh = tl.zeros([BT, BK], tl.float32)
-        dkh = tl.zeros([BT, BK], tl.float32)
-        ahead = tl.zeros([BT, BK], tl.float32)
-        # f: the factor r of the tile at hand, its last value the decay to the chunk's end.
-        f = tl.zeros([BT, BK], tl.float32)
-        for side in tl.range(2, disable_licm=not SAFE):
-            # Z with the rows of q, then Y with those of k: one at a time, to spare registers.
-            Xb = tl.load(pair + side * (BT * BT))
-            rp = q + hq * K
-            rr = rq
-            if side == 1:
-                rp = k + hq * K
-                rr = rk
-            rh = load_rows(rp, row, rows, column, K, H * K, BT, BK).to(tl.float32) * rr[:, None]
-            ra = rh * a
-            ar = tl.zeros([BT, BK], tl.float32)
-            f = tl.zeros([BT, BK], tl.float32)
-            for index in tl.range(tiles, disable_licm=not SAFE):
-                if SAFE:
-                    f = tl.where(tile == index, fj, f)
-                kr = (kh * f).to(PAIRS)
-                ar = tl.where(tile == index, tl.dot(Xb, kr, input_precision=PRECISION), ar)
-                here = (tile == index).to(tl.float32)
-                ac = tl.dot(tl.trans(Xb), (ra * here).to(PAIRS), input_precision=PRECISION)
-                dkh += f * ac
-                ahead -= kr.to(tl.float32) * ac
-                f *= tile_decay(tdp, index, column, K, BK)
-                if not SAFE:
-                    f = tl.where(tile == index, fj, f)
-            ahead += ra.to(PAIRS).to(tl.float32) * ar
-            ar *= a
-            if not SAFE:
-                for level in tl.range(levels, disable_licm=True):
-                    F = tl.exp2(token_sums(level_weights(ii, jj, level), x, SUMS, PRECISION))
-                    met = level_pairs(ii, jj, level)
-                    Xm = tl.where(met, tl.load(pair + side * (BT * BT)), 0.0)
-                    kF = (kh * F).to(PAIRS)
-                    al = tl.dot(Xm, kF, input_precision=PRECISION)
-                    rF = (rh * F).to(PAIRS)
-                    tl.debug_barrier()  # read again, not kept
-                    Xm = tl.where(met, tl.load(pair + side * (BT * BT), eviction_policy="evict_last"), 0.0)
-                    ac = tl.dot(tl.trans(Xm), rF, input_precision=PRECISION)
-                    ar += F * al
-                    dkh += F * ac
-                    ahead += rF.to(tl.float32) * al - kF.to(tl.float32) * ac
-            dqh += tl.where(side == 0, ar, 0.0)
-            dkh += tl.where(side == 0, 0.0, ar)
-        # What meets the states, and the token itself.
-        qh = load_rows(q + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32) * rq[:, None]
         place = products + at * (3 * BT * K) + ii * K + c[None, :]
-        grown = a * before_tile(tile, tdp, column, K, BT, BK)
-        tq = tl.load(place, mask=(c < K)[None, :], other=0.0).to(tl.float32) * grown
-        dqh += tq
-        ahead += qh * tq
-        tk = tl.load(place + BT * K, mask=(c < K)[None, :], other=0.0).to(tl.float32) * grown
-        dkh += tk
-        ahead += kh * tk
-        td = tl.load(place + 2 * BT * K, mask=(c < K)[None, :], other=0.0).to(tl.float32) * f
-        dkh += td
-        dx = token_sums(jj >= ii, ahead, PAIRS, PRECISION) + token_sums(jj < ii, kh * td, PAIRS, PRECISION)
-        diagonal = tl.load(own + at * BT + i)[:, None]
-        dqh += diagonal * kh
-        dkh += diagonal * qh
+        tq = tl.load(place, mask=(c < K)[None, :], other=0.0)
+        kh = k_next.to(tl.float32) * rk[:, None]
+        qh = q_next.to(tl.float32) * rq[:, None]
+        z = g_next.to(tl.float32) + bias_next[None, :]
+        x = tl.where(inside, log_decay(z, factor, bound, GATE), 0.0)
+        # What meets other tokens of the chunk: see decay_kernels.
+        y = tile_sums(x, BT, BK)
+        a = tl.exp2(y)
+        f0, f1, f2, f3, end, before = tile_factors(y, tile, d0, d1, d2, d3, BT, BK, SAFE)
+        k0 = (kh * f0).to(PAIRS)
+        k1 = (kh * f1).to(PAIRS)
+        k2 = (kh * f2).to(PAIRS)
+        k3 = (kh * f3).to(PAIRS)
+        kr = beside(k0, k1, k2, k3, BT, BK)
+        ka = (kh * a).to(PAIRS)
+        qa = (qh * a).to(PAIRS)
+        grown = a * before
+        # q's side first, down to its gradient: what it holds is free again for k's.
+        az = gathered(tl.dot(Z, kr, input_precision=PRECISION), tile, BT, BK)
+        sq = tq.to(tl.float32) * grown
+        ahead = qa.to(tl.float32) * az + qh * sq
+        dqh = a * az + sq + diagonal * kh
+        dkh = diagonal * qh
+        if not SAFE:
+            y3 = in_tiles(y, BT, BK)
+            kt3 = in_tiles(kh, BT, BK)
+            qt3 = in_tiles(qh, BT, BK)
+            e3 = tl.zeros([BT // TILE, TILE, BK], tl.float32)
+            u3 = tl.zeros([BT // TILE, TILE, BK], tl.float32)
+            w3 = tl.zeros([BT // TILE, TILE, BK], tl.float32)
+            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 0)
+            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 1)
+            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 2)
+            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 3)
+            dqh += tl.reshape(e3, [BT, BK])
+            dkh += tl.reshape(u3, [BT, BK])
+            ahead += tl.reshape(w3, [BT, BK])
         if L2NORM:
             rows_q += tl.sum(qh * dqh, 1)
-            rows_k += tl.sum(kh * dkh, 1)
         out = (row + i)[:, None] * (HV * K) + hv * K + c[None, :]
         tl.store(dq + out, dqh.to(dq.dtype.element_ty), mask=inside)
+        tk = tl.load(place + BT * K, mask=(c < K)[None, :], other=0.0)
+        td = tl.load(place + 2 * BT * K, mask=(c < K)[None, :], other=0.0)
+        ay = gathered(tl.dot(Y, kr, input_precision=PRECISION), tile, BT, BK)
+        sk = tk.to(tl.float32) * grown
+        sd = td.to(tl.float32) * end
+        ahead += ka.to(tl.float32) * ay + kh * sk
+        dkh += a * ay + sk + sd
+        # Forwards without the token itself.
+        behind = kh * sd
+        dx = tl.cumsum(behind, 0) - behind
+        ac = tl.dot(tl.trans(Z), spread(qa, tile, BT, BK), input_precision=PRECISION)
+        ac = tl.dot(tl.trans(Y), spread(ka, tile, BT, BK), ac, input_precision=PRECISION)
+        c0, c1, c2, c3 = apart(ac, BT, BK)
+        # Here and not above, so that the compiler lets the products follow the layout of what is loaded.
+        ahead -= k0.to(tl.float32) * c0 + k1.to(tl.float32) * c1
+        dkh += f0 * c0 + f1 * c1
+        if BT == 4 * TILE:
+            ahead -= k2.to(tl.float32) * c2 + k3.to(tl.float32) * c3
+            dkh += f2 * c2 + f3 * c3
+        if L2NORM:
+            rows_k += tl.sum(kh * dkh, 1)
         tl.store(dk + out, dkh.to(dk.dtype.element_ty), mask=inside)
+        dx += tl.cumsum(ahead, 0, reverse=True)
+        k_next = load_rows(k + hq * K, row, rows, column + BK, K, H * K, BT, BK)
+        q_next = load_rows(q + hq * K, row, rows, column + BK, K, H * K, BT, BK)
+        g_next = load_rows(g + hv * K, row, rows, column + BK, K, HV * K, BT, BK)
+        bias_next = load_bias(dt_bias, hv, column + BK, K, BK, BIAS)
+        tl.debug_barrier()  # what is loaded below is loaded there, and not kept from above
         whole = tl.load(inner + at * K + c, mask=c < K, other=0.0)
-        dx += (whole * tl.load(decay + at * K + c, mask=c < K, other=0.0))[None, :]
+        whole *= tl.load(decay + at * K + c, mask=c < K, other=0.0)
+        dx += whole[None, :]
         if GATE:
-            z = load_gate(g, dt_bias, row, rows, hv, column, HV, K, BT, BK, BIAS)
+            z = load_rows(g + hv * K, row, rows, column, K, HV * K, BT, BK).to(tl.float32)
+            z += load_bias(dt_bias, hv, column, K, BK, BIAS)[None, :]
             dx, dA = gate_gradient(z, dx, factor, bound, GATE)
             if SCALED:
                 rows_scale += tl.sum(tl.where(inside, dA, 0.0), 1)

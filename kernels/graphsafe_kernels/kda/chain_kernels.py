@@ -16,13 +16,15 @@ Requirements
 1. A chunk's tiles are whole; only v and do, and o and dw, are rows of sequences: loads of rows that belong to the next
    sequence are masked before any arithmetic, and stores touch the sequence's own rows alone.
 2. A sequence without tokens hands its state through, and its state's gradient back.
+3. A segment of a sequence is a chain of its own that starts from the state ``segment_kernels`` left for it.
 """
 
-# ruff: noqa: SIM108  (compile-time conditions choose what is compiled)
+# ruff: noqa: SIM102  (compile-time conditions choose what is compiled)
 import triton
 import triton.language as tl
 
-from graphsafe_kernels.delta.row_kernels import load_rows, locate_sequence, state_tile
+from graphsafe_kernels.delta.row_kernels import load_rows, locate_sequence, state_offsets, state_tile
+from graphsafe_kernels.gdn.segment_kernels import segment_gradient, segment_state
 from graphsafe_kernels.kda.prepare_kernels import VECTORS
 
 
@@ -62,151 +64,220 @@ def store_block(pointer, tiles, x, at, i_v, ROWS: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
-def forward_chain(
-    n, hv, i_v, kg, qg, kd, v, correction, scores, vectors, decay, o, states, residuals, intermediates, initial_state,
-    final_state, kg_tiles, qg_tiles, kd_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles,
-    cu_seqlens, chunk_offsets, T, NT,
+def forward_step(
+    S, at, row, left, hv, i_v, kg, qg, kd, v, correction, scores, vectors, decay, o, states, residuals,
+    kg_tiles, qg_tiles, kd_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr, OUTPUT: tl.constexpr,
-    SAVE: tl.constexpr, INTERMEDIATES: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OUTPUT: tl.constexpr, SAVE: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr, valued=True,
 ):  # fmt: skip
-    """The chain of one sequence, value head and block of V columns. SAVE: states before each chunk and residuals."""
+    """One chunk of the forward chain; returns the next state. SAVE: also the state before it and the residuals.
+    valued: v counts, else it is taken for zero."""
     DT: tl.constexpr = kg.dtype.element_ty
-    start, length, slot = locate_sequence(n, cu_seqlens, chunk_offsets, T, NT, PACKED)
     i = tl.arange(0, BT)
     ik = tl.arange(0, BK)
     iv = i_v * BV + tl.arange(0, BV)
+    kgt = load_chunk(kg, kg_tiles, at, K, BT, BK, TILES)
+    vT = load_values(v, v_tiles, row, left, hv, i_v, HV, V, BT, BV, TILES)
+    nt = load_chunk(correction, correction_tiles, at, BT, BT, BT, TILES)
+    if OUTPUT:
+        qgt = load_chunk(qg, qg_tiles, at, K, BT, BK, TILES)
+        pt = load_chunk(scores, scores_tiles, at, BT, BT, BT, TILES)
+    kdt = load_chunk(kd, kd_tiles, at, K, BT, BK, TILES)
+    vec = vectors + at * (VECTORS * BT) + i
+    b = tl.load(vec)[None, :]
+    rk = tl.load(vec + BT)[None, :]
+    de = tl.load(decay + at * K + ik, mask=ik < K, other=0.0)[None, :]
+    Sb = S.to(DT)
+    if SAVE:
+        store_block(states, states_tiles, Sb, at, i_v, V, K, BV, BK, TILES)
+    vT = vT.to(tl.float32)
+    if not OUTPUT and not SAVE:
+        vT = tl.where(valued, vT, 0.0)
+    x = vT - tl.dot(Sb, tl.trans(kgt), input_precision=PRECISION) * rk
+    e = tl.dot((x * b).to(DT), tl.trans(nt), x, input_precision=PRECISION)
+    if SAVE:
+        store_block(residuals, residuals_tiles, e.to(DT), at, i_v, V, BT, BV, BT, TILES)
+    w = e * b
+    if OUTPUT:
+        y = tl.dot(Sb, tl.trans(qgt), input_precision=PRECISION) * tl.load(vec + 2 * BT)[None, :]
+        y = tl.dot(w.to(DT), tl.trans(pt), y, input_precision=PRECISION)
+        out = o + hv * V + (row + i)[:, None] * (HV * V) + iv[None, :]
+        tl.store(out, tl.trans(y).to(o.dtype.element_ty), mask=(i < left)[:, None] & (iv < V)[None, :])
+    return tl.dot((w * rk).to(DT), kdt, S * de, input_precision=PRECISION)
+
+
+@triton.jit
+def forward_chain(
+    n, segment, hv, i_v, kg, qg, kd, v, correction, scores, vectors, decay, o, states, residuals, intermediates,
+    initial_state, final_state, ends, transitions, kg_tiles, qg_tiles, kd_tiles, v_tiles, correction_tiles,
+    scores_tiles, states_tiles, residuals_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr, OUTPUT: tl.constexpr,
+    SAVE: tl.constexpr, INTERMEDIATES: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The chain of one sequence, or of a segment of one, value head and block of V columns. SAVE: states before each
+    chunk and residuals."""
+    start, length, slot = locate_sequence(n, cu_seqlens, chunk_offsets, T, NT, PACKED)
     place, mask = state_tile(n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
-    if INITIAL:
-        S = tl.load(initial_state + place, mask=mask, other=0.0).to(tl.float32)
+    first = 0
+    end = tl.cdiv(length, BT)
+    final = True
+    if SEGMENTS > 1:
+        first = segment * span
+        final = first + span >= end
+        end = tl.minimum(end, first + span)
+        inner, _ = state_offsets(i_v, K, V, BK, BV, V_FIRST)
+        S = segment_state(segment, n, hv, inner, mask, initial_state, ends, transitions, transitions_tiles, HV, K, V,
+                          BK, INITIAL, TILES, SEGMENTS, PRECISION)  # fmt: skip
     else:
-        S = tl.zeros([BV, BK], tl.float32)
-    for c in tl.range(0, tl.cdiv(length, BT), num_stages=STAGES):
-        at = (slot + c).to(tl.int64) * HV + hv
-        left = length - c * BT
-        row = start + c * BT
-        kgt = load_chunk(kg, kg_tiles, at, K, BT, BK, TILES)
-        vT = load_values(v, v_tiles, row, left, hv, i_v, HV, V, BT, BV, TILES)
-        nt = load_chunk(correction, correction_tiles, at, BT, BT, BT, TILES)
-        if OUTPUT:
-            qgt = load_chunk(qg, qg_tiles, at, K, BT, BK, TILES)
-            pt = load_chunk(scores, scores_tiles, at, BT, BT, BT, TILES)
-        kdt = load_chunk(kd, kd_tiles, at, K, BT, BK, TILES)
-        vec = vectors + at * (VECTORS * BT) + i
-        b = tl.load(vec)[None, :]
-        rk = tl.load(vec + BT)[None, :]
-        de = tl.load(decay + at * K + ik, mask=ik < K, other=0.0)[None, :]
-        Sb = S.to(DT)
-        if SAVE:
-            store_block(states, states_tiles, Sb, at, i_v, V, K, BV, BK, TILES)
+        if INITIAL:
+            S = tl.load(initial_state + place, mask=mask, other=0.0).to(tl.float32)
+        else:
+            S = tl.zeros([BV, BK], tl.float32)
+    for c in tl.range(first, end, num_stages=STAGES):
         if INTERMEDIATES:
             inner, _ = state_tile(slot + c, hv, i_v, HV, K, V, BK, BV, V_FIRST)
             tl.store(intermediates + inner, S, mask=mask)
-        x = vT.to(tl.float32) - tl.dot(Sb, tl.trans(kgt), input_precision=PRECISION) * rk
-        e = tl.dot((x * b).to(DT), tl.trans(nt), x, input_precision=PRECISION)
-        if SAVE:
-            store_block(residuals, residuals_tiles, e.to(DT), at, i_v, V, BT, BV, BT, TILES)
-        w = e * b
-        if OUTPUT:
-            y = tl.dot(Sb, tl.trans(qgt), input_precision=PRECISION) * tl.load(vec + 2 * BT)[None, :]
-            y = tl.dot(w.to(DT), tl.trans(pt), y, input_precision=PRECISION)
-            out = o + hv * V + (row + i)[:, None] * (HV * V) + iv[None, :]
-            tl.store(out, tl.trans(y).to(o.dtype.element_ty), mask=(i < left)[:, None] & (iv < V)[None, :])
-        S = tl.dot((w * rk).to(DT), kdt, S * de, input_precision=PRECISION)
+        S = forward_step(
+            S, (slot + c).to(tl.int64) * HV + hv, start + c * BT, length - c * BT, hv, i_v, kg, qg, kd, v, correction,
+            scores, vectors, decay, o, states, residuals, kg_tiles, qg_tiles, kd_tiles, v_tiles, correction_tiles,
+            scores_tiles, states_tiles, residuals_tiles, HV, K, V, BT, BK, BV, OUTPUT, SAVE, TILES, PRECISION,
+        )  # fmt: skip
     if FINAL:
-        tl.store(final_state + place, S, mask=mask)
+        tl.store(final_state + place, S, mask=mask & final)
+
+
+@triton.jit
+def reverse_step(
+    D, at, row, left, hv, i_v, kg, qg, kd, do, correction, scores, vectors, decay, dw, dstates,
+    kg_tiles, qg_tiles, kd_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SAVE: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One chunk of the reverse chain; with SAVE stores D behind it and dw; returns the gradient of its first state."""
+    DT: tl.constexpr = kg.dtype.element_ty
+    i = tl.arange(0, BT)
+    ik = tl.arange(0, BK)
+    iv = i_v * BV + tl.arange(0, BV)
+    kdt = load_chunk(kd, kd_tiles, at, K, BT, BK, TILES)
+    dT = load_values(do, do_tiles, row, left, hv, i_v, HV, V, BT, BV, TILES)
+    pt = load_chunk(scores, scores_tiles, at, BT, BT, BT, TILES)
+    nt = load_chunk(correction, correction_tiles, at, BT, BT, BT, TILES)
+    qgt = load_chunk(qg, qg_tiles, at, K, BT, BK, TILES)
+    kgt = load_chunk(kg, kg_tiles, at, K, BT, BK, TILES)
+    vec = vectors + at * (VECTORS * BT) + i
+    b = tl.load(vec)[None, :]
+    rk = tl.load(vec + BT)[None, :]
+    Db = D.to(DT)
+    if SAVE:
+        store_block(dstates, dstates_tiles, Db, at, i_v, V, K, BV, BK, TILES)
+    y = tl.dot(Db, tl.trans(kdt), input_precision=PRECISION) * rk
+    y = tl.dot(dT, pt, y, input_precision=PRECISION)
+    y = tl.dot((y * b).to(DT), nt, y, input_precision=PRECISION)
+    if SAVE:
+        out = dw + hv * V + (row + i)[:, None] * (HV * V) + iv[None, :]
+        tl.store(out, tl.trans(y).to(dw.dtype.element_ty), mask=(i < left)[:, None] & (iv < V)[None, :])
+    # Loaded here, behind a store: earlier, or kept from above, these would take registers that the products need.
+    cq = tl.load(vec + 2 * BT)[None, :]
+    de = tl.load(decay + at * K + ik, mask=ik < K, other=0.0)[None, :]
+    D = tl.dot((dT.to(tl.float32) * cq).to(DT), qgt, D * de, input_precision=PRECISION)
+    y *= 0.0 - tl.load(vec)[None, :] * tl.load(vec + BT)[None, :]
+    return tl.dot(y.to(DT), kgt, D, input_precision=PRECISION)
 
 
 @triton.jit
 def reverse_chain(
-    n, hv, i_v, kg, qg, kd, do, correction, scores, vectors, decay, dw, dstates, dfinal_state, dinitial_state,
-    kg_tiles, qg_tiles, kd_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles, cu_seqlens, chunk_offsets, T,
-    NT, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    n, segment, hv, i_v, kg, qg, kd, do, correction, scores, vectors, decay, dw, dstates, dfinal_state, dinitial_state,
+    dends, transitions, kg_tiles, qg_tiles, kd_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles,
+    transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr, TILES: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The reverse chain of one sequence, value head and block of V columns; stores D behind each chunk, and dw."""
-    DT: tl.constexpr = kg.dtype.element_ty
+    """The reverse chain of one sequence, or of a segment of one, value head and block of V columns; stores D behind
+    each chunk, and dw."""
     start, length, slot = locate_sequence(n, cu_seqlens, chunk_offsets, T, NT, PACKED)
-    i = tl.arange(0, BT)
-    ik = tl.arange(0, BK)
-    iv = i_v * BV + tl.arange(0, BV)
     place, mask = state_tile(n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
-    if FINAL:
-        D = tl.load(dfinal_state + place, mask=mask, other=0.0).to(tl.float32)
+    first = 0
+    end = tl.cdiv(length, BT)
+    if SEGMENTS > 1:
+        first = segment * span
+        last = tl.maximum(end - 1, 0) // span
+        end = tl.minimum(end, first + span)
+        inner, _ = state_offsets(i_v, K, V, BK, BV, V_FIRST)
+        D = segment_gradient(segment, last, n, hv, inner, mask, dfinal_state, dends, transitions, transitions_tiles, HV,
+                             K, V, BK, FINAL, TILES, SEGMENTS, False, PRECISION)  # fmt: skip
     else:
-        D = tl.zeros([BV, BK], tl.float32)
-    chunks = tl.cdiv(length, BT)
-    for r in tl.range(0, chunks, num_stages=STAGES):
-        c = chunks - 1 - r
-        at = (slot + c).to(tl.int64) * HV + hv
-        left = length - c * BT
-        row = start + c * BT
-        kdt = load_chunk(kd, kd_tiles, at, K, BT, BK, TILES)
-        dT = load_values(do, do_tiles, row, left, hv, i_v, HV, V, BT, BV, TILES)
-        pt = load_chunk(scores, scores_tiles, at, BT, BT, BT, TILES)
-        nt = load_chunk(correction, correction_tiles, at, BT, BT, BT, TILES)
-        qgt = load_chunk(qg, qg_tiles, at, K, BT, BK, TILES)
-        kgt = load_chunk(kg, kg_tiles, at, K, BT, BK, TILES)
-        vec = vectors + at * (VECTORS * BT) + i
-        b = tl.load(vec)[None, :]
-        rk = tl.load(vec + BT)[None, :]
-        Db = D.to(DT)
-        store_block(dstates, dstates_tiles, Db, at, i_v, V, K, BV, BK, TILES)
-        y = tl.dot(Db, tl.trans(kdt), input_precision=PRECISION) * rk
-        y = tl.dot(dT, pt, y, input_precision=PRECISION)
-        y = tl.dot((y * b).to(DT), nt, y, input_precision=PRECISION)
-        out = dw + hv * V + (row + i)[:, None] * (HV * V) + iv[None, :]
-        tl.store(out, tl.trans(y).to(dw.dtype.element_ty), mask=(i < left)[:, None] & (iv < V)[None, :])
-        # Loaded here, behind a store: earlier, or kept from above, these would take registers that the products need.
-        cq = tl.load(vec + 2 * BT)[None, :]
-        de = tl.load(decay + at * K + ik, mask=ik < K, other=0.0)[None, :]
-        D = tl.dot((dT.to(tl.float32) * cq).to(DT), qgt, D * de, input_precision=PRECISION)
-        y *= 0.0 - tl.load(vec)[None, :] * tl.load(vec + BT)[None, :]
-        D = tl.dot(y.to(DT), kgt, D, input_precision=PRECISION)
+        if FINAL:
+            D = tl.load(dfinal_state + place, mask=mask, other=0.0).to(tl.float32)
+        else:
+            D = tl.zeros([BV, BK], tl.float32)
+    for r in tl.range(0, end - first, num_stages=STAGES):
+        c = end - 1 - r
+        D = reverse_step(
+            D, (slot + c).to(tl.int64) * HV + hv, start + c * BT, length - c * BT, hv, i_v, kg, qg, kd, do, correction,
+            scores, vectors, decay, dw, dstates, kg_tiles, qg_tiles, kd_tiles, do_tiles, correction_tiles, scores_tiles,
+            dstates_tiles, HV, K, V, BT, BK, BV, True, TILES, PRECISION,
+        )  # fmt: skip
     if INITIAL:
-        tl.store(dinitial_state + place, D, mask=mask)
+        tl.store(dinitial_state + place, D, mask=mask & (segment == 0))
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT"])
+@triton.jit
+def is_past(n, segment, span, cu_seqlens, chunk_offsets, T, NT, PACKED: tl.constexpr, BT: tl.constexpr):
+    """Whether a segment lies behind its sequence's last one."""
+    _, length, _ = locate_sequence(n, cu_seqlens, chunk_offsets, T, NT, PACKED)
+    return (segment > 0) & (segment * span * BT >= length)
+
+
+@triton.jit(do_not_specialize=["T", "N", "NT", "span"])
 def forward_chain_kernel(
     kg, qg, kd, v, correction, scores, vectors, decay, o, states, residuals, intermediates, initial_state, final_state,
-    kg_tiles, qg_tiles, kd_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles,
-    cu_seqlens, chunk_offsets, T, N, NT,
+    ends, transitions, kg_tiles, qg_tiles, kd_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles,
+    residuals_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr, SAVE: tl.constexpr,
-    INTERMEDIATES: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    INTERMEDIATES: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output and final state. One program per sequence, value head and block of BV columns, blocks fastest.
+    """Output and final state. One program per sequence, segment, value head and block of BV columns, blocks fastest.
 
     v, o ``[tokens, HV, V]``; states ``[slots, HV, V, K]`` and residuals ``[slots, HV, V, BT]`` are written with SAVE,
-    intermediates ``[slots, HV, K, V]`` fp32 (or V, K) with INTERMEDIATES. ``*_tiles``: descriptors, used with TILES.
+    intermediates ``[slots, HV, K, V]`` fp32 (or V, K) with INTERMEDIATES; ends and transitions as ``segment_kernels``
+    leaves them, with SEGMENTS > 1. ``*_tiles``: descriptors, used with TILES.
     """
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
+    task = pid // (BLOCKS * HV)
+    n = task // SEGMENTS
+    segment = task % SEGMENTS
+    if SEGMENTS > 1:
+        if is_past(n, segment, span, cu_seqlens, chunk_offsets, T, NT, PACKED, BT):
+            return
     forward_chain(
-        pid // (BLOCKS * HV), pid // BLOCKS % HV, pid % BLOCKS, kg, qg, kd, v, correction, scores, vectors, decay, o,
-        states, residuals, intermediates, initial_state, final_state, kg_tiles, qg_tiles, kd_tiles, v_tiles,
-        correction_tiles, scores_tiles, states_tiles, residuals_tiles, cu_seqlens, chunk_offsets, T, NT, HV, K, V, BT,
-        BK, BV, PACKED, INITIAL, FINAL, V_FIRST, True, SAVE, INTERMEDIATES, TILES, STAGES, PRECISION,
+        n, segment, pid // BLOCKS % HV, pid % BLOCKS, kg, qg, kd, v, correction, scores, vectors, decay, o, states,
+        residuals, intermediates, initial_state, final_state, ends, transitions, kg_tiles, qg_tiles, kd_tiles, v_tiles,
+        correction_tiles, scores_tiles, states_tiles, residuals_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T,
+        NT, span, HV, K, V, BT, BK, BV, PACKED, INITIAL, FINAL, V_FIRST, True, SAVE, INTERMEDIATES, TILES, STAGES,
+        SEGMENTS, PRECISION,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT"])
+@triton.jit(do_not_specialize=["T", "N", "NT", "span"])
 def backward_chains_kernel(
     kg, qg, kd, v, do, correction, scores, vectors, decay, states, residuals, dstates, dw,
-    initial_state, dfinal_state, dinitial_state,
+    initial_state, dfinal_state, dinitial_state, ends, transitions, dends,
     kg_tiles, qg_tiles, kd_tiles, v_tiles, do_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles,
-    dstates_tiles, cu_seqlens, chunk_offsets, T, N, NT,
+    dstates_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr, RECOMPUTE: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Both chains of the backward in one launch: the reverse chain, and with RECOMPUTE the state chain beside it.
 
-    Grid: (RECOMPUTE + 1) programs per sequence, value head and block. Writes dstates ``[slots, HV, V, K]`` (the
-    gradient of the state behind each chunk), dw ``[tokens, HV, V]``, dinitial_state, and with RECOMPUTE the states
+    Grid: (RECOMPUTE + 1) programs per sequence, segment, value head and block. Writes dstates ``[slots, HV, V, K]``
+    (the gradient of the state behind each chunk), dw ``[tokens, HV, V]``, dinitial_state, and with RECOMPUTE the states
     ``[slots, HV, V, K]`` before each chunk and the residuals ``[slots, HV, V, BT]``.
     """
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
@@ -218,17 +289,23 @@ def backward_chains_kernel(
         reverse = task % 2 == 0
         task = task // 2
     hv = task % HV
-    n = task // HV
+    task = task // HV
+    n = task // SEGMENTS
+    segment = task % SEGMENTS
+    if SEGMENTS > 1:
+        if is_past(n, segment, span, cu_seqlens, chunk_offsets, T, NT, PACKED, BT):
+            return
     if reverse:
         reverse_chain(
-            n, hv, i_v, kg, qg, kd, do, correction, scores, vectors, decay, dw, dstates, dfinal_state, dinitial_state,
-            kg_tiles, qg_tiles, kd_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles, cu_seqlens,
-            chunk_offsets, T, NT, HV, K, V, BT, BK, BV, PACKED, INITIAL, FINAL, V_FIRST, TILES, STAGES, PRECISION,
+            n, segment, hv, i_v, kg, qg, kd, do, correction, scores, vectors, decay, dw, dstates, dfinal_state,
+            dinitial_state, dends, transitions, kg_tiles, qg_tiles, kd_tiles, do_tiles, correction_tiles, scores_tiles,
+            dstates_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, HV, K, V, BT, BK, BV, PACKED,
+            INITIAL, FINAL, V_FIRST, TILES, STAGES, SEGMENTS, PRECISION,
         )  # fmt: skip
     else:
         forward_chain(
-            n, hv, i_v, kg, qg, kd, v, correction, scores, vectors, decay, dw, states, residuals, None, initial_state,
-            None, kg_tiles, qg_tiles, kd_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles,
-            cu_seqlens, chunk_offsets, T, NT, HV, K, V, BT, BK, BV, PACKED, INITIAL, False, V_FIRST, False, True, False,
-            TILES, STAGES, PRECISION,
+            n, segment, hv, i_v, kg, qg, kd, v, correction, scores, vectors, decay, dw, states, residuals, None,
+            initial_state, None, ends, transitions, kg_tiles, qg_tiles, kd_tiles, v_tiles, correction_tiles,
+            scores_tiles, states_tiles, residuals_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, HV,
+            K, V, BT, BK, BV, PACKED, INITIAL, False, V_FIRST, False, True, False, TILES, STAGES, SEGMENTS, PRECISION,
         )  # fmt: skip

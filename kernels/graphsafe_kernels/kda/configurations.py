@@ -3,8 +3,7 @@
 Requirements
 ------------
 1. One table; kernels hold no device's numbers. A choice depends on the device and on the bucket's sizes alone.
-2. Blocks of the preparation are 16 wide on purpose: ptxas 12.8, which Triton 3.6 brings, miscompiles the same kernel at
-   32 (log in the kernels' documentation).
+2. A column block is 16 wide on purpose: then a warp loads whole tiles of 16 tokens, and sums of gates stay in it.
 """
 
 from __future__ import annotations
@@ -14,6 +13,10 @@ from dataclasses import dataclass
 import torch
 
 __all__ = ["Configuration", "Problem", "choose"]
+
+MULTIPROCESSORS = 132
+SHORTEST_SEGMENT = 8
+"""Chunks that a segment has at least: shorter ones cost more products between segments than they save."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,11 @@ class Problem:
 class Configuration:
     """The choices for one call. Blocks are powers of two of at least 16.
 
-    ``prepare_block``, ``product_block``, ``gradient_block``: columns of K a program takes at a time; ``chain_block``,
-    ``clear_block``: of V; ``save_stages``: of a forward chain that keeps states. ``half``: gate sums by fp16 dots,
-    ``half_inverse``: the triangular system too; ``tiles``: chains load by descriptors; ``safe``: pairs within a tile by
-    the bounded form, ``pairs``: type of the dots that meet pairs.
+    ``column_block``: columns of K that the preparation and the gradients take at a time, ``product_block``: that the
+    products take; ``chain_block``, ``clear_block``: of V; ``save_stages``: of a forward chain that keeps states.
+    ``half_inverse``: the triangular system by fp16 dots; ``tiles``: chains load by descriptors; ``safe``: pairs within
+    a tile by the bounded form, ``pairs``: type of the dots that meet pairs. ``span``: chunks of a segment; 0: no
+    sequence is cut.
     """
 
     key_block: int
@@ -66,24 +70,34 @@ class Configuration:
     chain_stages: int
     save_stages: int
     reverse_stages: int
-    prepare_block: int
+    column_block: int
     prepare_warps: int
+    prepare_registers: int | None
     product_block: int
     product_warps: int
-    gradient_block: int
+    product_registers: int | None
     gradient_warps: int
+    gradient_registers: int | None
     clear_block: int
     finish_rows: int
     precision: str
-    half: bool
     half_inverse: bool
     tiles: bool
     safe: bool
     pairs: torch.dtype
+    span: int
 
 
 def _power(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
+
+
+def _span(chunks: int, programs: int) -> int:
+    """Chunks of a segment, where ``programs`` chains of ``chunks`` chunks would leave most multiprocessors idle."""
+    if 4 * programs > MULTIPROCESSORS:
+        return 0
+    span = max(SHORTEST_SEGMENT, -(-chunks // (MULTIPROCESSORS // programs)))
+    return span if span < chunks else 0
 
 
 def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
@@ -106,25 +120,31 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
     pairs = dtype
     if problem.safe_gate and dtype == torch.float16:
         pairs = torch.bfloat16 if kind.startswith("sm_") else torch.float32
+    # Few programs are best narrow, so that no accumulator passes through shared memory; many are best wide, as each
+    # loads a chunk's tiles again.
+    many = tiles and kind == "sm_90" and programs > 264 and value == 128
+    chain_block = 128 if many else min(value, 64 if tiles else 32)
     return Configuration(
         key_block=key,
-        chain_block=min(value, 64 if tiles else 32),
-        chain_warps=4 if kind == "sm_90" and tiles else 8,  # elsewhere four run out of registers
+        chain_block=chain_block,
+        chain_warps=4 if kind == "sm_90" and tiles and not many else 8,  # elsewhere four run out of registers
         chain_stages=stages,
         save_stages=min(stages, 2),  # three would need more shared memory than there is
         reverse_stages=min(stages, 2),
-        prepare_block=16,
+        column_block=16,
         prepare_warps=4,
+        prepare_registers=None,
         product_block=min(key, 64 if tiles else 32),
         product_warps=4 if tiles else 8,
-        gradient_block=16,
+        product_registers=None,
         gradient_warps=4,
+        gradient_registers=None,
         clear_block=min(value, 128),
         finish_rows=16,
         precision="tf32x3" if kind.startswith("sm_") else "ieee",
-        half=not wide,
         half_inverse=not wide and problem.qk_l2norm,
         tiles=tiles,
         safe=problem.safe_gate and not wide,
         pairs=pairs,
+        span=_span(problem.chunks, programs * -(-problem.value_width // chain_block)),
     )

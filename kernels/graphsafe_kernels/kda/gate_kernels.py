@@ -66,17 +66,13 @@ def gate_gradient(z, dg, factor, bound, GATE: tl.constexpr):
 
 
 @triton.jit
-def load_gate(g, dt_bias, row, rows, hv, column, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
-              BK: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    """z ``[BT, BK]`` fp32 of one head's channels from ``column``: the gate's input with its bias; 0 outside."""
-    i = tl.arange(0, BT)
+def load_bias(dt_bias, hv, column, K: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr):
+    """The bias of one head's channels from ``column``, ``[BK]`` fp32; zero without ``dt_bias``."""
     c = column + tl.arange(0, BK)
-    mask = (i < rows)[:, None] & (c < K)[None, :]
-    at = g + (row + i)[:, None] * (HV * K) + hv * K + c[None, :]
-    z = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    bias = tl.zeros([BK], tl.float32)
     if BIAS:
-        z += tl.load(dt_bias + hv * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
-    return z
+        bias = tl.load(dt_bias + hv * K + c, mask=c < K, other=0.0).to(tl.float32)
+    return bias
 
 
 @triton.jit

@@ -4,7 +4,8 @@ Requirements
 ------------
 1. Grids and configurations follow from shapes, dtypes and the device alone, never from data.
 2. Forward: 2 launches. Backward: the preparation's tiles (where they were not kept), the chains, the products, the
-   gradients, and where value heads or gate parameters are summed one more: 5 at most.
+   gradients, and where value heads or gate parameters are summed one more: 5 at most. Where few long sequences are cut
+   into segments, one more each.
 3. Everything is allocated here, at each call, by the framework's allocator: in a capture it belongs to the graph.
 4. A launch goes through ``start``, so that it can be recorded instead (``graphsafe_kernels.kda.shipped``).
 """
@@ -25,6 +26,7 @@ from graphsafe_kernels.kda.chain_kernels import backward_chains_kernel, forward_
 from graphsafe_kernels.kda.configurations import Configuration, Problem, choose
 from graphsafe_kernels.kda.decay_kernels import TILE
 from graphsafe_kernels.kda.prepare_kernels import VECTORS, prepare_kernel
+from graphsafe_kernels.kda.segment_kernels import segment_gradients_kernel, segment_states_kernel
 from graphsafe_kernels.policy import device_kind
 
 __all__ = ["Gradients", "Kept", "Operands", "Start", "backward", "forward", "start"]
@@ -37,10 +39,11 @@ Index = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None
 
 
 def start(kernel: Any, grid: int, arguments: tuple[Any, ...], constants: dict[str, Any], *, warps: int,
-          stages: int = 1) -> None:  # fmt: skip
+          stages: int = 1, registers: int | None = None) -> None:  # fmt: skip
     """Launch ``grid`` programs of a kernel: its run-time arguments in order, then its compile-time constants."""
     if grid:
-        kernel[(grid,)](*arguments, **constants, num_warps=warps, num_stages=stages)
+        options = {} if registers is None else {"maxnreg": registers}
+        kernel[(grid,)](*arguments, **constants, num_warps=warps, num_stages=stages, **options)
 
 
 class Operands(NamedTuple):
@@ -57,11 +60,13 @@ class Operands(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a forward leaves for its backward. The last five are None where the backward makes them again.
+    """What a forward leaves for its backward. ``kg`` to ``residuals`` are None where the backward makes them
+    again, ``ends`` and ``transitions`` where sequences are not cut into segments.
 
     With S slots: ``correction``, ``scores`` ``[S, HV, BT, BT]``; ``vectors`` ``[S, HV, 4, BT]``, ``tile_decays`` ``[S,
-    HV, BT / 16, K]``, ``decay`` ``[S, HV, K]`` fp32; ``kg``, ``qg``, ``kd`` ``[S, HV, BT, K]``; ``states`` ``[S, HV, V,
-    K]``; ``residuals`` ``[S, HV, V, BT]``.
+    HV, BT / 16, K']``, ``decay`` ``[S, HV, K]`` fp32 (K' is K in whole
+    blocks of columns); ``kg``, ``qg``, ``kd`` ``[S, HV, BT, K]``; ``states`` ``[S, HV, V,
+    K]``; ``residuals`` ``[S, HV, V, BT]``; ``ends``, ``transitions`` as in ``segment_kernels``.
     """
 
     correction: torch.Tensor
@@ -74,6 +79,8 @@ class Kept(NamedTuple):
     kd: torch.Tensor | None
     states: torch.Tensor | None
     residuals: torch.Tensor | None
+    ends: torch.Tensor | None
+    transitions: torch.Tensor | None
 
 
 class Gradients(NamedTuple):
@@ -107,8 +114,8 @@ def _layout(problem: Problem) -> tuple[int, int, int]:
 
 def _gate(problem: Problem, x: Operands, c: Configuration) -> dict[str, Any]:
     return {"L2NORM": problem.qk_l2norm, "GATE": problem.gate, "SCALED": x.A_log is not None,
-            "BIAS": x.dt_bias is not None, "SAFE": c.safe, "SUMS": tl.float16 if c.half else tl.float32,
-            "PAIRS": _TYPES[c.pairs], "PRECISION": c.precision}  # fmt: skip
+            "BIAS": x.dt_bias is not None, "SAFE": c.safe, "PAIRS": _TYPES[c.pairs],
+            "PRECISION": c.precision}  # fmt: skip
 
 
 def _beta(problem: Problem) -> dict[str, Any]:
@@ -130,14 +137,15 @@ def _prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, sta
     slots, bt, hv, width = _slots(problem, tables), problem.chunk_size, problem.value_heads, problem.key_width
     kg, qg, kd = (x.q.new_empty((slots, hv, bt, width)) for _ in range(3))
     if kept is None:
-        fp32 = ((slots, hv, VECTORS.value, bt), (slots, hv, bt // TILE.value, width), (slots, hv, width))
+        whole = triton.cdiv(width, c.column_block) * c.column_block
+        fp32 = ((slots, hv, VECTORS.value, bt), (slots, hv, bt // TILE.value, whole), (slots, hv, width))
         kept = Kept(x.q.new_empty((slots, hv, bt, bt)), x.q.new_empty((slots, hv, bt, bt)),
-                    *(x.q.new_empty(shape, dtype=torch.float32) for shape in fp32), *(None,) * 5)  # fmt: skip
+                    *(x.q.new_empty(shape, dtype=torch.float32) for shape in fp32), *(None,) * 7)  # fmt: skip
         scores = True
     else:
         scores = False
     constants = {
-        **_sizes(problem, tables), "H": problem.heads, "V": problem.value_width, "BK": c.prepare_block,
+        **_sizes(problem, tables), "H": problem.heads, "V": problem.value_width, "BK": c.column_block,
         "BV": c.clear_block, **_gate(problem, x, c), **_beta(problem), "SCORES": scores,
         "INTERMEDIATES": intermediates is not None, "INVERSE": tl.float16 if c.half_inverse else tl.float32,
         "REFINE": c.half_inverse and problem.beta_scale != 1.0,
@@ -146,7 +154,7 @@ def _prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, sta
         prepare_kernel, slots * hv,
         (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, kg, qg, kd, *kept[:5], o, intermediates, *_index(tables),
          problem.scale, problem.lower_bound, *_layout(problem)),
-        constants, warps=c.prepare_warps,
+        constants, warps=c.prepare_warps, registers=c.prepare_registers if scores else None,
     )  # fmt: skip
     return kept._replace(kg=kg, qg=qg, kd=kd)
 
@@ -171,6 +179,62 @@ def _chain_tiles(problem: Problem, c: Configuration, use: bool, kept: Kept, valu
     return [*keys, *rows, *squares, states[0], _tile(kept.residuals, bt, (c.chain_block, bt)), *states[1:]]
 
 
+def _segments(problem: Problem, span: int) -> int:
+    """Segments of the longest possible sequence."""
+    return -(-problem.chunks // span) if span else 1
+
+
+def _segment_states(problem: Problem, tables: ChunkTables | None, c: Configuration, start: Start, x: Operands,
+                    kept: Kept) -> Kept:  # fmt: skip
+    """``kept`` with the states at the segments' ends, where sequences are cut."""
+    segments, hv, kw, vw = _segments(problem, c.span), problem.value_heads, problem.key_width, problem.value_width
+    if segments == 1:
+        return kept
+    lead = (problem.sequences, segments - 1, hv)
+    ends = x.q.new_empty((*lead, kw * vw), dtype=torch.float32)
+    transitions = None
+    if segments > 2:
+        transitions = x.q.new_empty((*lead, 2, c.key_block, c.key_block), dtype=torch.float32)
+    use = c.tiles and problem.rows > 0
+    parts = triton.cdiv(vw, c.chain_block) + (triton.cdiv(c.key_block, c.chain_block) if segments > 2 else 0)
+    kg, _, kd, v, correction, *_ = _chain_tiles(problem, c, use, kept, (x.v,))
+    start(
+        segment_states_kernel, problem.sequences * (segments - 1) * hv * parts,
+        (kept.kg, kept.kd, x.v, kept.correction, kept.vectors, kept.decay, x.initial_state, ends, transitions, kg, kd,
+         v, correction, *_index(tables)[::2], *_layout(problem), c.span),
+        {**_sizes(problem, tables), "V": vw, "BK": c.key_block, "BV": c.chain_block,
+         "INITIAL": x.initial_state is not None, "V_FIRST": problem.state_v_first, "TILES": use,
+         "STAGES": c.save_stages, "SEGMENTS": segments, "PRECISION": c.precision},
+        warps=c.chain_warps, stages=c.save_stages,
+    )  # fmt: skip
+    return kept._replace(ends=ends, transitions=transitions)
+
+
+def _segment_gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, start: Start, x: Operands,
+                       kept: Kept, do: torch.Tensor,
+                       dfinal_state: torch.Tensor | None) -> torch.Tensor | None:  # fmt: skip
+    """The gradients behind the segments, where sequences are cut."""
+    segments, hv, kw, vw = _segments(problem, c.span), problem.value_heads, problem.key_width, problem.value_width
+    if segments == 1:
+        return None
+    dends = x.q.new_empty((problem.sequences, segments - 1, hv, kw * vw), dtype=torch.float32)
+    use = c.tiles and problem.rows > 0
+    start(
+        segment_gradients_kernel, problem.sequences * (segments - 1) * hv * triton.cdiv(vw, c.chain_block),
+        (kept.kg, kept.qg, kept.kd, do, kept.correction, kept.scores, kept.vectors, kept.decay, dfinal_state, dends,
+         *_chain_tiles(problem, c, use, kept, (do,))[:6], *_index(tables)[::2], *_layout(problem), c.span),
+        {**_sizes(problem, tables), "V": vw, "BK": c.key_block, "BV": c.chain_block, "FINAL": dfinal_state is not None,
+         "V_FIRST": problem.state_v_first, "TILES": use, "STAGES": c.reverse_stages, "SEGMENTS": segments,
+         "PRECISION": c.precision},
+        warps=c.chain_warps, stages=c.reverse_stages,
+    )  # fmt: skip
+    return dends
+
+
+def _transition_tiles(c: Configuration, use: bool, transitions: torch.Tensor | None) -> Any:
+    return _tile(transitions, c.key_block, (c.key_block, c.key_block)) if use else None
+
+
 def forward(problem: Problem, tables: ChunkTables | None, x: Operands, final_state: torch.Tensor | None,
             intermediates: torch.Tensor | None, keep: bool, *, kind: str | None = None,
             start: Start = start) -> tuple[torch.Tensor, Kept]:  # fmt: skip
@@ -183,22 +247,25 @@ def forward(problem: Problem, tables: ChunkTables | None, x: Operands, final_sta
     slots, hv = _slots(problem, tables), problem.value_heads
     o = torch.empty_like(x.v)
     kept = _prepare(problem, tables, c, start, x, None, o, intermediates)
+    kept = _segment_states(problem, tables, c, start, x, kept)
     if keep:
         kept = _with_states(problem, kept, slots, x.q)
     cu_seqlens, _, chunk_offsets = _index(tables)
     use = c.tiles and slots > 0 and problem.rows > 0
+    segments = _segments(problem, c.span)
     stages = c.save_stages if keep else c.chain_stages
     constants = {
         **_sizes(problem, tables), "V": problem.value_width, "BK": c.key_block, "BV": c.chain_block,
         "INITIAL": x.initial_state is not None, "FINAL": final_state is not None, "V_FIRST": problem.state_v_first,
-        "SAVE": keep, "INTERMEDIATES": intermediates is not None, "TILES": use, "STAGES": stages,
+        "SAVE": keep, "INTERMEDIATES": intermediates is not None, "TILES": use, "STAGES": stages, "SEGMENTS": segments,
         "PRECISION": c.precision,
     }  # fmt: skip
     start(
-        forward_chain_kernel, problem.sequences * hv * triton.cdiv(problem.value_width, c.chain_block),
+        forward_chain_kernel, problem.sequences * segments * hv * triton.cdiv(problem.value_width, c.chain_block),
         (kept.kg, kept.qg, kept.kd, x.v, kept.correction, kept.scores, kept.vectors, kept.decay, o, kept.states,
-         kept.residuals, intermediates, x.initial_state, final_state, *_chain_tiles(problem, c, use, kept, (x.v,)),
-         cu_seqlens, chunk_offsets, *_layout(problem)),
+         kept.residuals, intermediates, x.initial_state, final_state, kept.ends, kept.transitions,
+         *_chain_tiles(problem, c, use, kept, (x.v,)), _transition_tiles(c, use, kept.transitions), cu_seqlens,
+         chunk_offsets, *_layout(problem), c.span),
         constants, warps=c.chain_warps, stages=stages,
     )  # fmt: skip
     return o, kept if keep else kept._replace(kg=None, qg=None, kd=None)
@@ -214,6 +281,8 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
     recompute = kept.states is None
     if recompute:
         kept = _with_states(problem, _prepare(problem, tables, c, start, x, kept, None, None), slots, x.q)
+    dends = _segment_gradients(problem, tables, c, start, x, kept, do, dfinal_state)
+    segments = _segments(problem, c.span)
     dstates = x.q.new_empty((slots, hv, problem.value_width, kw))
     dv = torch.empty_like(x.v)
     dinitial_state = None if x.initial_state is None else torch.empty_like(x.initial_state)
@@ -221,14 +290,16 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
     constants = {
         **sizes, "V": problem.value_width, "BK": c.key_block, "BV": c.chain_block,
         "INITIAL": x.initial_state is not None, "FINAL": dfinal_state is not None, "V_FIRST": problem.state_v_first,
-        "RECOMPUTE": recompute, "TILES": use, "STAGES": c.reverse_stages, "PRECISION": c.precision,
+        "RECOMPUTE": recompute, "TILES": use, "STAGES": c.reverse_stages, "SEGMENTS": segments,
+        "PRECISION": c.precision,
     }  # fmt: skip
     blocks = triton.cdiv(problem.value_width, c.chain_block)
     start(
-        backward_chains_kernel, (2 if recompute else 1) * problem.sequences * hv * blocks,
+        backward_chains_kernel, (2 if recompute else 1) * problem.sequences * segments * hv * blocks,
         (kept.kg, kept.qg, kept.kd, x.v, do, kept.correction, kept.scores, kept.vectors, kept.decay, kept.states,
-         kept.residuals, dstates, dv, x.initial_state, dfinal_state, dinitial_state,
-         *_chain_tiles(problem, c, use, kept, (x.v, do), (dstates,)), index[0], index[2], *layout),
+         kept.residuals, dstates, dv, x.initial_state, dfinal_state, dinitial_state, kept.ends, kept.transitions, dends,
+         *_chain_tiles(problem, c, use, kept, (x.v, do), (dstates,)), _transition_tiles(c, use, kept.transitions),
+         index[0], index[2], *layout, c.span),
         constants, warps=c.chain_warps, stages=c.reverse_stages,
     )  # fmt: skip
     dbeta = torch.empty_like(x.beta)
@@ -242,7 +313,7 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
          problem.scale, *layout),
         {**sizes, "V": problem.value_width, "BK": c.product_block, "BV": c.clear_block, **_beta(problem),
          "PRECISION": c.precision},
-        warps=c.product_warps,
+        warps=c.product_warps, registers=c.product_registers,
     )  # fmt: skip
     whole = hv == problem.heads
     dq, dk, dg = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.g)
@@ -254,8 +325,8 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
         gradients_kernel, slots * hv,
         (x.q, x.k, x.g, x.A_log, x.dt_bias, kept.vectors, kept.tile_decays, kept.decay, pairs, own, products, inner,
          *parts, dg, scale_sums, bias_sums, *index, problem.lower_bound, *layout),
-        {**sizes, "H": problem.heads, "BK": c.gradient_block, "WHOLE": whole, **_gate(problem, x, c)},
-        warps=c.gradient_warps,
+        {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, **_gate(problem, x, c)},
+        warps=c.gradient_warps, registers=c.gradient_registers,
     )  # fmt: skip
     row_programs = triton.cdiv(problem.rows * problem.heads, c.finish_rows)
     sums = {"SCALED": dA_log is not None, "BIAS": ddt_bias is not None}

@@ -17,7 +17,7 @@ Requirements
 4. With SCORES off only kg, qg and kd are written: what a backward makes again.
 """
 
-# ruff: noqa: SIM102, SIM108  (compile-time and run-time conditions do not combine in a kernel)
+# ruff: noqa: SIM102  (compile-time and run-time conditions do not combine in a kernel)
 import triton
 import triton.language as tl
 
@@ -26,15 +26,18 @@ from graphsafe_kernels.delta.inverse_kernels import correction_tile, refine_tile
 from graphsafe_kernels.delta.row_kernels import clear_rows, load_rows, locate_slot, padding_rows
 from graphsafe_kernels.kda.decay_kernels import (
     TILE,
-    TILE_LEVELS,
-    before_tile,
+    beside,
+    in_tiles,
+    level_factors,
     level_pairs,
-    level_weights,
+    load_tile_decays,
+    spread,
+    store_chunk_decay,
     store_tile_decays,
-    tile_decay,
-    token_sums,
+    tile_factors,
+    tile_sums,
 )
-from graphsafe_kernels.kda.gate_kernels import gate_factor, load_gate, log_decay
+from graphsafe_kernels.kda.gate_kernels import gate_factor, load_bias, log_decay
 
 VECTORS: tl.constexpr = tl.constexpr(4)
 """Rows of ``vectors``: b, r_k, scale r_q, r_q."""
@@ -47,6 +50,73 @@ def clear_values(o, first, end, hv, HV: tl.constexpr, V: tl.constexpr, BT: tl.co
         clear_rows(o + hv * V, first, end, HV * V, column, V, BT, BV)
 
 
+@triton.jit
+def load_gates(g, dt_bias, row, rows, hv, column, factor, bound, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+               BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    """The log gates in base 2 of one head's channels from ``column``, ``[BT, BK]``; zero outside."""
+    z = load_rows(g + hv * K, row, rows, column, K, HV * K, BT, BK).to(tl.float32)
+    z += load_bias(dt_bias, hv, column, K, BK, BIAS)[None, :]
+    inside = (tl.arange(0, BT) < rows)[:, None] & (column + tl.arange(0, BK) < K)[None, :]
+    return tl.where(inside, log_decay(z, factor, bound, GATE), 0.0)
+
+
+@triton.jit
+def meet_level(kt, qt, y, C, P, DT: tl.constexpr, PRECISION: tl.constexpr, LEVEL: tl.constexpr):
+    """Add the products of one level to C and P ``[tiles, 16, 16]``."""
+    F = level_factors(y, LEVEL)
+    kF = (kt * F).to(DT)
+    right = tl.permute(kF, [0, 2, 1])
+    C = tl.dot(kF, right, C, input_precision=PRECISION)
+    P = tl.dot((qt * F).to(DT), right, P, input_precision=PRECISION)
+    return C, P
+
+
+@triton.jit
+def on_diagonal(x, BT: tl.constexpr):
+    """Tiles ``[tiles, 16, 16]`` on the diagonal of ``[BT, BT]``."""
+    tile = tl.arange(0, BT // TILE)
+    own = tile[:, None, None, None] == tile[None, None, :, None]
+    return tl.reshape(tl.where(own, x[:, :, None, :], 0.0), [BT, BT])
+
+
+@triton.jit
+def pairs_in_tiles(q, k, g, dt_bias, row, rows, hq, hv, factor, bound, H: tl.constexpr, HV: tl.constexpr,
+                   K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+                   PRECISION: tl.constexpr):  # fmt: skip
+    """(C, P) ``[BT, BT]`` of the pairs within tiles, without the norms, by levels; zero elsewhere."""
+    DT: tl.constexpr = k.dtype.element_ty
+    C0 = tl.zeros([BT // TILE, TILE, TILE], tl.float32)
+    C1 = tl.zeros([BT // TILE, TILE, TILE], tl.float32)
+    C2 = tl.zeros([BT // TILE, TILE, TILE], tl.float32)
+    C3 = tl.zeros([BT // TILE, TILE, TILE], tl.float32)
+    P0 = tl.zeros([BT // TILE, TILE, TILE], tl.float32)
+    P1 = tl.zeros([BT // TILE, TILE, TILE], tl.float32)
+    P2 = tl.zeros([BT // TILE, TILE, TILE], tl.float32)
+    P3 = tl.zeros([BT // TILE, TILE, TILE], tl.float32)
+    k_next = load_rows(k + hq * K, row, rows, 0, K, H * K, BT, BK)
+    q_next = load_rows(q + hq * K, row, rows, 0, K, H * K, BT, BK)
+    g_next = load_rows(g + hv * K, row, rows, 0, K, HV * K, BT, BK)
+    bias_next = load_bias(dt_bias, hv, 0, K, BK, BIAS)
+    for column in tl.range(0, K, BK):
+        kt = in_tiles(k_next.to(tl.float32), BT, BK)
+        qt = in_tiles(q_next.to(tl.float32), BT, BK)
+        z = g_next.to(tl.float32) + bias_next[None, :]
+        k_next = load_rows(k + hq * K, row, rows, column + BK, K, H * K, BT, BK)
+        q_next = load_rows(q + hq * K, row, rows, column + BK, K, H * K, BT, BK)
+        g_next = load_rows(g + hv * K, row, rows, column + BK, K, HV * K, BT, BK)
+        bias_next = load_bias(dt_bias, hv, column + BK, K, BK, BIAS)
+        inside = (tl.arange(0, BT) < rows)[:, None] & (column + tl.arange(0, BK) < K)[None, :]
+        x = tl.where(inside, log_decay(z, factor, bound, GATE), 0.0)
+        y = in_tiles(tile_sums(x, BT, BK), BT, BK)
+        C0, P0 = meet_level(kt, qt, y, C0, P0, DT, PRECISION, 0)
+        C1, P1 = meet_level(kt, qt, y, C1, P1, DT, PRECISION, 1)
+        C2, P2 = meet_level(kt, qt, y, C2, P2, DT, PRECISION, 2)
+        C3, P3 = meet_level(kt, qt, y, C3, P3, DT, PRECISION, 3)
+    C = tl.where(level_pairs(0), C0, tl.where(level_pairs(1), C1, tl.where(level_pairs(2), C2, C3)))
+    P = tl.where(level_pairs(0), P0, tl.where(level_pairs(1), P1, tl.where(level_pairs(2), P2, P3)))
+    return on_diagonal(C, BT), on_diagonal(P, BT)
+
+
 @triton.jit(do_not_specialize=["scale", "bound", "T", "N", "NT"])
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, kg, qg, kd, correction, scores, vectors, tile_decays, decay, o,
@@ -55,15 +125,15 @@ def prepare_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, SCORES: tl.constexpr,
-    SAFE: tl.constexpr, INTERMEDIATES: tl.constexpr, SUMS: tl.constexpr, PAIRS: tl.constexpr,
+    SAFE: tl.constexpr, INTERMEDIATES: tl.constexpr, PAIRS: tl.constexpr,
     INVERSE: tl.constexpr, REFINE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per slot and value head, heads fastest. q, k ``[tokens, H, K]``; g ``[tokens, HV, K]``; beta
     ``[tokens, HV]``; A_log ``[HV]``; dt_bias ``[HV, K]``; kg, qg, kd ``[slots, HV, BT, K]``; correction, scores
     ``[slots, HV, BT, BT]``; vectors ``[slots, HV, 4, BT]``, tile_decays
     ``[slots, HV, BT / 16, K]``, decay ``[slots, HV, K]`` fp32; o ``[tokens, HV, V]`` and intermediates ``[slots, HV,
-    K * V]`` are cleared. SAFE: the gates are bounded. SUMS, PAIRS, INVERSE: types of the
-    dots that sum gates, meet pairs of tokens, and solve the triangular system. REFINE: beta may pass 1."""
+    K * V]`` are cleared. SAFE: the gates are bounded. PAIRS, INVERSE: types of the dots that
+    meet pairs of tokens, and solve the triangular system. REFINE: beta may pass 1."""
     DT: tl.constexpr = k.dtype.element_ty
     pid = tl.program_id(0)
     slot = pid // HV
@@ -87,76 +157,63 @@ def prepare_kernel(
     m = i < rows
     factor = gate_factor(A_log, hv, SCALED)
     if SCORES:
-        C = tl.zeros([BT, BT], tl.float32)
-        P = tl.zeros([BT, BT], tl.float32)
+        if SAFE:
+            C = tl.zeros([BT, BT], tl.float32)
+            P = tl.zeros([BT, BT], tl.float32)
+        else:
+            C, P = pairs_in_tiles(q, k, g, dt_bias, row, rows, hq, hv, factor, bound, H, HV, K, BT, BK, GATE, BIAS,
+                                  PRECISION)  # fmt: skip
         own = tl.zeros([BT], tl.float32)
         kk = tl.zeros([BT], tl.float32)
         qq = tl.zeros([BT], tl.float32)
     tile = ii // TILE
-    own_tile = tile == jj // TILE
-    td = tile_decays + at * (BT // TILE * K)
-    # Bounds that a compiler does not know, so that it keeps loops as they are: unrolled, they run out of registers.
-    tiles = tl.cdiv(rows, TILE)
-    levels = tl.minimum(rows, TILE_LEVELS)
+    KD: tl.constexpr = (K + BK - 1) // BK * BK
+    td = tile_decays + at * (BT // TILE * KD)
+    # A turn sums the next column block's gates and writes its tiles' decays, so that nobody waits for them.
+    x = load_gates(g, dt_bias, row, rows, hv, 0, factor, bound, HV, K, BT, BK, GATE, BIAS)
+    y_next = tile_sums(x, BT, BK)
+    if SCORES:
+        store_tile_decays(tl.exp2(y_next), td, 0, KD, BT, BK)
+    k_next = load_rows(k + hq * K, row, rows, 0, K, H * K, BT, BK)
+    q_next = load_rows(q + hq * K, row, rows, 0, K, H * K, BT, BK)
+    g_next = load_rows(g + hv * K, row, rows, BK, K, HV * K, BT, BK)
+    bias_next = load_bias(dt_bias, hv, BK, K, BK, BIAS)
     for column in tl.range(0, K, BK):
-        c = column + tl.arange(0, BK)
-        inside = m[:, None] & (c < K)[None, :]
-        kt = load_rows(k + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32)
-        qt = load_rows(q + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32)
-        x = log_decay(load_gate(g, dt_bias, row, rows, hv, column, HV, K, BT, BK, BIAS), factor, bound, GATE)
-        x = tl.where(inside, x, 0.0)
         if SCORES:
-            store_tile_decays(x, td, column, K, BT, BK)
             tl.debug_barrier()  # the tiles' decays are read by threads that did not write them
+        d0, d1, d2, d3 = load_tile_decays(td, column, KD, BT, BK)
+        c = column + tl.arange(0, BK)
+        kt = k_next.to(tl.float32)
+        qt = q_next.to(tl.float32)
+        y = y_next
+        z = g_next.to(tl.float32) + bias_next[None, :]
+        k_next = load_rows(k + hq * K, row, rows, column + BK, K, H * K, BT, BK)
+        q_next = load_rows(q + hq * K, row, rows, column + BK, K, H * K, BT, BK)
+        g_next = load_rows(g + hv * K, row, rows, column + 2 * BK, K, HV * K, BT, BK)
+        bias_next = load_bias(dt_bias, hv, column + 2 * BK, K, BK, BIAS)
+        inside = m[:, None] & (column + BK + tl.arange(0, BK) < K)[None, :]
+        y_next = tile_sums(tl.where(inside, log_decay(z, factor, bound, GATE), 0.0), BT, BK)
+        if SCORES:
+            store_tile_decays(tl.exp2(y_next), td, column + BK, KD, BT, BK)
         if L2NORM and SCORES:
             kk += tl.sum(kt * kt, 1)
             qq += tl.sum(qt * qt, 1)
-        y = token_sums(own_tile & (jj <= ii), x, SUMS, PRECISION)
         a = tl.exp2(y)
+        f0, f1, f2, f3, end, before = tile_factors(y, tile, d0, d1, d2, d3, BT, BK, SAFE)
         ka = kt * a
         qa = qt * a
-        before = before_tile(tile, td, column, K, BT, BK)
         place = at * (BT * K) + i[:, None] * K + c[None, :]
         tl.store(kg + place, (ka * before).to(DT), mask=(c < K)[None, :])
         tl.store(qg + place, (qa * before).to(DT), mask=(c < K)[None, :])
-        # kr: k times r of the tile I at hand, for tokens j up to the tile before (with a bound, up to tile I).
-        if SAFE:
-            kj = kt * tl.exp2(-y)
-        else:
-            kj = kt * tl.exp2(token_sums(own_tile & (jj > ii), x, SUMS, PRECISION))
-        kr = tl.zeros([BT, BK], tl.float32)
-        whole = tl.full([1, BK], 1.0, tl.float32)
-        for index in tl.range(tiles):
-            if SAFE:
-                kr = tl.where(tile == index, kj, kr)
-            if SCORES:
-                right = tl.trans(kr.to(PAIRS))
-                here = (tile == index).to(tl.float32)  # a product: a selection would be made on halves of registers
-                C = tl.dot((ka * here).to(PAIRS), right, C, input_precision=PRECISION)
-                P = tl.dot((qa * here).to(PAIRS), right, P, input_precision=PRECISION)
-            step = tile_decay(td, index, column, K, BK)
-            whole *= step
-            kr *= step
-            if not SAFE:
-                kr = tl.where(tile == index, kj, kr)
-        tl.store(kd + place, kr.to(DT), mask=(c < K)[None, :])
+        tl.store(kd + place, (kt * end).to(DT), mask=(c < K)[None, :])
         if SCORES:
-            tl.store(decay + at * K + c[None, :], whole, mask=(c < K)[None, :])
-    if SCORES and not SAFE:
-        for column in tl.range(0, K, BK):
-            c = column + tl.arange(0, BK)
-            inside = m[:, None] & (c < K)[None, :]
-            kt = load_rows(k + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32)
-            qt = load_rows(q + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32)
-            x = log_decay(load_gate(g, dt_bias, row, rows, hv, column, HV, K, BT, BK, BIAS), factor, bound, GATE)
-            x = tl.where(inside, x, 0.0)
             own += tl.sum(qt * kt, 1)
-            for level in tl.range(levels):
-                F = tl.exp2(token_sums(level_weights(ii, jj, level), x, SUMS, PRECISION))
-                kF = (kt * F).to(DT)
-                met = level_pairs(ii, jj, level)
-                C += tl.where(met, tl.dot(kF, tl.trans(kF), input_precision=PRECISION), 0.0)
-                P += tl.where(met, tl.dot((qt * F).to(DT), tl.trans(kF), input_precision=PRECISION), 0.0)
+            kr = beside((kt * f0).to(PAIRS), (kt * f1).to(PAIRS), (kt * f2).to(PAIRS), (kt * f3).to(PAIRS), BT, BK)
+            C = tl.dot(spread(ka.to(PAIRS), tile, BT, BK), tl.trans(kr), C, input_precision=PRECISION)
+            P = tl.dot(spread(qa.to(PAIRS), tile, BT, BK), tl.trans(kr), P, input_precision=PRECISION)
+    if SCORES:
+        tl.debug_barrier()
+        store_chunk_decay(td, decay + at * K, K, KD, BT, BK)
     if SCORES:
         if L2NORM:
             rk = tl.rsqrt(kk + 1e-6)
@@ -172,10 +229,8 @@ def prepare_kernel(
         tl.store(vec + 2 * BT, rq * scale)
         tl.store(vec + 3 * BT, rq)
         place = at * (BT * BT) + ii * BT + jj
-        if SAFE:
-            P = tl.where(ii >= jj, P, 0.0)
-        else:
-            P = tl.where(ii == jj, own[:, None], P)
+        P = tl.where(ii >= jj, P, 0.0)
+        P = tl.where(ii == jj, own[:, None], P)
         P *= (rq * scale)[:, None] * rk[None, :]
         tl.store(scores + place, P.to(scores.dtype.element_ty))
         C = C * rk[:, None] * rk[None, :]
