@@ -63,15 +63,11 @@ def call(kind, device, launches, train):
     dy = torch.randn(1, TOKENS, HIDDEN, device=device)
     weights = [p for p in layer.parameters() if train]
 
-    def step():
-        with torch.set_grad_enabled(train):
-            y = layer(x, tables=tables, use_graph=True)[0]
-            return torch.autograd.grad(y, [x, *weights], dy) if train else y
-
-    step()
     launches.clear()
-    with Work() as work:
-        step()
+    with Work() as work, torch.set_grad_enabled(train):
+        y = layer(x, tables=tables, use_graph=True)[0]
+        if train:
+            torch.autograd.grad(y, [x, *weights], dy)
     return work
 
 
