@@ -185,23 +185,25 @@ def _compared(results: Sequence[Mapping[str, Any]], providers: Sequence[str]) ->
 
 
 def _list(console: Console) -> None:
+    from rich import box
     from rich.table import Table
 
     from graphsafe.bench.presets import PRESETS, preset
     from graphsafe_kernels.providers import get_provider, known_providers
 
-    presets = Table("preset", "cases", "operators", title="Presets", title_justify="left")
+    looks: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
+    presets = Table("preset", "cases", "operators", title="Presets", **looks)
     for name in PRESETS:
         listed = preset(name)
         presets.add_row(name, str(len(listed)), ", ".join(dict.fromkeys(case.operator for case in listed)))
     console.print(presets)
-    providers = Table("provider", "operators", "graph-safe", "here", title="Providers", title_justify="left")
+    providers = Table("provider", "operators (* graph-safe)", "here", title="Providers", **looks)
     for name in known_providers():
         provider = get_provider(name)
         missing = provider.missing()
-        safe = [operator for operator, service in provider.services.items() if service.graph_safe]
+        serves = [f"{operator}{'*' if s.graph_safe else ''}" for operator, s in provider.services.items()]
         here = "usable" if missing is None else f"{missing}. {provider.install}"
-        providers.add_row(name, ", ".join(provider.services), ", ".join(safe) or "-", escape(here))
+        providers.add_row(name, "\n".join(serves), escape(here))
     console.print(providers)
 
 
