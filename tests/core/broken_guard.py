@@ -278,26 +278,26 @@ def tables_cached_by_identity(rt):
 
 @case("tables", gs.MetadataError)
 def tables_of_another_bucket(rt):
-    q = data(rt, 1, 64, 1, 8)
+    q = torch.nn.functional.normalize(data(rt, 1, 64, 1, 64), dim=-1)
     gate = torch.zeros(1, 64, 1, device=rt.device)
     cu = boundaries([20, 30], device=rt.device, sequences=4)
 
     def run(bucket):
         tables = rt.tables(bucket).build(cu)
         options = {"chunk_indices": tables.chunk_indices, "chunk_offsets": tables.chunk_offsets, "use_graph": True}
-        return chunk_gated_delta_rule(q, q, q, gate, gate, cu_seqlens=cu, chunk_size=16, **options)[0]  # BREAKS
+        return chunk_gated_delta_rule(q, q, q, gate, gate, cu_seqlens=cu, **options)[0]  # BREAKS
 
-    return lambda: run(gs.Bucket(128, 4, 16)), lambda: capture(rt, lambda: run(BUCKET))
+    return lambda: run(gs.Bucket(128, 4)), lambda: capture(rt, lambda: run(gs.Bucket(64, 4)))
 
 
 @case("metadata-changed", gs.MetadataError)
 def boundaries_written_before_the_backward(rt):
-    q = data(rt, 1, 64, 1, 8).requires_grad_()
+    q = torch.nn.functional.normalize(data(rt, 1, 64, 1, 64), dim=-1).requires_grad_()
     gate = torch.zeros(1, 64, 1, device=rt.device)
 
     def trains(change):
         cu = boundaries([20, 30], device=rt.device, sequences=4)
-        o, _ = chunk_gated_delta_rule(q, q, q, gate, gate, cu_seqlens=cu, chunk_size=16, use_graph=True)
+        o, _ = chunk_gated_delta_rule(q, q, q, gate, gate, cu_seqlens=cu, use_graph=True)
         if change:
             cu.copy_(boundaries([50], device=rt.device, sequences=4))
         torch.autograd.grad(o.sum(), q)  # BREAKS
