@@ -154,6 +154,12 @@ def test_a_row_that_does_not_exist_is_refused_before_anything_is_probed(answers)
     assert answers == []
 
 
+def test_rows_that_compile_what_others_share_come_first_and_the_matrix_keeps_its_order(answers):
+    found = gs.capabilities("cpu", rows=["capture.replay", "chunk_kda.packed", "capture.events"], jobs=1)
+    assert answers == ["environment", "chunk_kda.packed", "capture.replay", "capture.events"]
+    assert [row.name for row in found] == ["capture.replay", "capture.events", "chunk_kda.packed"]
+
+
 def test_an_unknown_runtime_is_refused(answers):
     with pytest.raises(gs.RuntimeMissingError, match="abacus"):
         gs.capabilities("abacus")
