@@ -240,6 +240,17 @@ def gradients_kernel(
         # What meets other tokens of the chunk: see decay_kernels.
         y = tile_sums(x, BT, BK)
         a = tl.exp2(y)
+        if not SAFE:
+            y3 = in_tiles(y, BT, BK)
+            kt3 = in_tiles(kh, BT, BK)
+            qt3 = in_tiles(qh, BT, BK)
+            e3 = tl.zeros([BT // TILE, TILE, BK], tl.float32)
+            u3 = tl.zeros([BT // TILE, TILE, BK], tl.float32)
+            w3 = tl.zeros([BT // TILE, TILE, BK], tl.float32)
+            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 0)
+            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 1)
+            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 2)
+            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 3)
         f0, f1, f2, f3, end, before = tile_factors(y, tile, d0, d1, d2, d3, BT, BK, SAFE)
         k0 = (kh * f0).to(PAIRS)
         k1 = (kh * f1).to(PAIRS)
@@ -256,16 +267,6 @@ def gradients_kernel(
         dqh = a * az + sq + diagonal * kh
         dkh = diagonal * qh
         if not SAFE:
-            y3 = in_tiles(y, BT, BK)
-            kt3 = in_tiles(kh, BT, BK)
-            qt3 = in_tiles(qh, BT, BK)
-            e3 = tl.zeros([BT // TILE, TILE, BK], tl.float32)
-            u3 = tl.zeros([BT // TILE, TILE, BK], tl.float32)
-            w3 = tl.zeros([BT // TILE, TILE, BK], tl.float32)
-            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 0)
-            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 1)
-            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 2)
-            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 3)
             dqh += tl.reshape(e3, [BT, BK])
             dkh += tl.reshape(u3, [BT, BK])
             ahead += tl.reshape(w3, [BT, BK])

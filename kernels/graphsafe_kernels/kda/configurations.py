@@ -124,6 +124,9 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
     # loads a chunk's tiles again.
     many = tiles and kind == "sm_90" and programs > 264 and value == 128
     chain_block = 128 if many else min(value, 64 if tiles else 32)
+    product_block = min(key, 64 if tiles else 32)
+    if kind == "sm_90" and not wide and product_block == 32:
+        product_block = 16  # Triton 3.6 reads past a warpgroup's right operand that is 32 wide and came by registers
     return Configuration(
         key_block=key,
         chain_block=chain_block,
@@ -134,7 +137,7 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         column_block=16,
         prepare_warps=4,
         prepare_registers=None,
-        product_block=min(key, 64 if tiles else 32),
+        product_block=product_block,
         product_warps=4 if tiles else 8,
         product_registers=None,
         gradient_warps=4,
