@@ -233,6 +233,31 @@ def gradients_kernel(
             clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV, WHOLE)
 
 
+@triton.jit
+def sum_parts(
+    block, x, parts, out, cu_seqlens, T, N, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    ROWS: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one gradient ``[tokens * H, K]`` from its parts, projected with L2NORM; padding rows become zero."""
+    live = T.to(tl.int64)
+    if PACKED:
+        live = tl.load(cu_seqlens + N).to(tl.int64)
+    G: tl.constexpr = HV // H
+    i = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    j = tl.arange(0, BK)
+    mask = (i < live * H)[:, None] & (j < K)[None, :]
+    total = tl.zeros([ROWS, BK], tl.float32)
+    for head in tl.static_range(G):
+        total += tl.load(parts + (i * G + head)[:, None] * K + j[None, :], mask=mask, other=0.0).to(tl.float32)
+    if L2NORM:
+        y = tl.load(x + i[:, None] * K + j[None, :], mask=mask, other=0.0).to(tl.float32)
+        r = tl.rsqrt(tl.sum(y * y, 1) + 1e-6)
+        y *= r[:, None]
+        total = (total - y * tl.sum(total * y, 1)[:, None]) * r[:, None]
+    at = out + i[:, None] * K + j[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(i < T.to(tl.int64) * H)[:, None] & (j < K)[None, :])
+
+
 @triton.jit(do_not_specialize=["T", "N", "slots", "row_programs"])
 def finish_kernel(
     q, k, dq_parts, dk_parts, dq, dk, gate_sums, dA_log, ddt_bias, cu_seqlens, chunk_offsets, T, N, slots, row_programs,
@@ -267,28 +292,8 @@ def finish_kernel(
                 tl.store(ddt_bias + hv, bias.to(ddt_bias.dtype.element_ty))
             return
     if PARTS:
-        x = q
-        parts = dq_parts
-        out = dq
-        if pid >= row_programs:
-            x = k
-            parts = dk_parts
-            out = dk
-            pid -= row_programs
-        live = T.to(tl.int64)
-        if PACKED:
-            live = tl.load(cu_seqlens + N).to(tl.int64)
-        G: tl.constexpr = HV // H
-        i = pid.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        j = tl.arange(0, BK)
-        mask = (i < live * H)[:, None] & (j < K)[None, :]
-        total = tl.zeros([ROWS, BK], tl.float32)
-        for head in tl.static_range(G):
-            total += tl.load(parts + (i * G + head)[:, None] * K + j[None, :], mask=mask, other=0.0).to(tl.float32)
-        if L2NORM:
-            y = tl.load(x + i[:, None] * K + j[None, :], mask=mask, other=0.0).to(tl.float32)
-            r = tl.rsqrt(tl.sum(y * y, 1) + 1e-6)
-            y *= r[:, None]
-            total = (total - y * tl.sum(total * y, 1)[:, None]) * r[:, None]
-        at = out + i[:, None] * K + j[None, :]
-        tl.store(at, total.to(out.dtype.element_ty), mask=(i < T.to(tl.int64) * H)[:, None] & (j < K)[None, :])
+        # two calls, since Triton-Ascend takes no pointer that is chosen at run time
+        if pid < row_programs:
+            sum_parts(pid, q, dq_parts, dq, cu_seqlens, T, N, H, HV, K, BK, ROWS, PACKED, L2NORM)
+        else:
+            sum_parts(pid - row_programs, k, dk_parts, dk, cu_seqlens, T, N, H, HV, K, BK, ROWS, PACKED, L2NORM)
