@@ -140,7 +140,7 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         product_block=product_block,
         product_warps=4 if tiles else 8,
         product_registers=None,
-        gradient_warps=4,
+        gradient_warps=4 if kind == "sm_90" else 8,  # elsewhere four run out of registers
         gradient_registers=None,
         clear_block=min(value, 128),
         finish_rows=16,
