@@ -94,6 +94,24 @@ def test_ten_layouts_of_one_capture_have_the_bits_of_eager(runtime, name, dtype)
         assert forward.verify(*arguments)
 
 
+@pytest.mark.parametrize("name", ["kimi-linear", "qwen3-next"])
+def test_nan_behind_the_live_tokens_reaches_neither_logits_nor_gradients(name):
+    """TransformerEngine 2898, through a whole model: embeddings whose padding rows hold NaN."""
+    model = adapt(make(name))
+    x, cu = torch.randn(1, 50, 32), torch.tensor([0, 20, 41])
+    results = []
+    for fill in (0.0, float("nan")):
+        leaf = torch.cat([x[:, :41], torch.full((1, 9, 32), fill)], 1).requires_grad_()
+        logits = model(inputs_embeds=leaf, cu_seqlens=cu).logits
+        used = [p for n, p in model.named_parameters() if "embed" not in n]
+        grads = torch.autograd.grad(logits.square().sum(), [leaf, *used], allow_unused=True)
+        results.append([logits.detach(), *(g for g in grads if g is not None)])
+    assert len(results[0]) > 10
+    assert torch.count_nonzero(results[0][1][:, 41:]) == 0, "though the loss counts padding rows' logits"
+    assert all(torch.isfinite(t).all() for t in results[1])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_a_captured_training_step_has_the_losses_of_eager(runtime):
     losses = []
     for captured in (True, False):

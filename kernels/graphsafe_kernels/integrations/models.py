@@ -21,6 +21,7 @@ from graphsafe_kernels.integrations import attention, experts
 from graphsafe_kernels.integrations.fla_models import FLA_LAYERS, replace_fla_layers
 from graphsafe_kernels.integrations.mixers import MIXERS, adapt_mixer
 from graphsafe_kernels.integrations.packing import Packed
+from graphsafe_kernels.layers.batch import cleared
 
 __all__ = ["adapt"]
 
@@ -113,7 +114,11 @@ def _packed(model: nn.Module, arguments: tuple[Any, ...], kwargs: dict[str, Any]
     if not isinstance(ids, torch.Tensor) or ids.dim() < 2 or ids.shape[0] != 1:
         raise error("argument", "a packed batch is input_ids [1, T] (or inputs_embeds [1, T, hidden]); got "
                     f"{list(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__}")
-    return Packed.of(1, int(ids.shape[1]), ids.device, cu_seqlens, tables, use_graph is not False)
+    packed = Packed.of(1, int(ids.shape[1]), ids.device, cu_seqlens, tables, use_graph is not False)
+    if kwargs.get("inputs_embeds") is not None:
+        # everything outside the mixers computes on all rows, and NaN times zero is NaN
+        kwargs["inputs_embeds"] = cleared(kwargs["inputs_embeds"], packed.cu_seqlens)
+    return packed
 
 
 def _before_call(model: nn.Module, arguments: tuple[Any, ...],

@@ -24,7 +24,7 @@ from graphsafe_kernels.backend import resolve
 from graphsafe_kernels.reference.once import first_order_only
 from graphsafe_kernels.reference.rows import SavedBoundaries
 
-__all__ = ["Batch"]
+__all__ = ["Batch", "cleared"]
 
 
 class _ClearInput(torch.autograd.Function):
@@ -32,8 +32,8 @@ class _ClearInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        cleared: torch.Tensor = resolve("clear_padding", x.device)(x, cu_seqlens)
-        return cleared
+        copy: torch.Tensor = resolve("clear_padding", x.device)(x, cu_seqlens)
+        return copy
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -52,6 +52,12 @@ class _ClearGradient(torch.autograd.Function):
     @first_order_only("a layer")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return resolve("clear_padding", dy.device)(dy, ctx.boundaries.get()), None
+
+
+def cleared(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """A copy of ``x`` ``[1, T, D]`` with zeros behind the live total, there and in its gradient."""
+    copy: torch.Tensor = _ClearInput.apply(_ClearGradient.apply(x, cu_seqlens), cu_seqlens)
+    return copy
 
 
 @dataclass(frozen=True)
@@ -105,8 +111,9 @@ class Batch:
             return hidden_states.flatten(0, 1).index_select(0, self.kept)[None]
         if not (self.padded and torch.is_grad_enabled()):
             return hidden_states
-        cleared: torch.Tensor = _ClearInput.apply(hidden_states, self.cu_seqlens)
-        return cleared
+        # the operators leave the gradient's padding rows zero
+        copy: torch.Tensor = _ClearInput.apply(hidden_states, self.cu_seqlens)
+        return copy
 
     def leave(self, output: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`enter`; rows that belong to nobody are zero."""
