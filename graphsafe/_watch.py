@@ -13,9 +13,6 @@ Requirements
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
-import random
 import sys
 import threading
 import weakref
@@ -26,6 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphsafe._host_work import called_by, no_host_work
 from graphsafe._location import Location, caller
 from graphsafe._operators import OperatorFacts, facts_of, violation, written
 from graphsafe._state import SavedState
@@ -171,7 +169,7 @@ class Watch:
         """Watch what this thread, and the backward passes it starts, do inside the block."""
         with contextlib.ExitStack() as stack:
             if self.check:
-                stack.enter_context(_no_host_work(self))
+                stack.enter_context(no_host_work(self))
                 stack.enter_context(_FunctionWatch(self))
             stack.enter_context(_DispatchWatch(self))
             yield self
@@ -311,7 +309,7 @@ class _FunctionWatch(TorchFunctionMode):
             t = args[0] if args else None
             self._watch.refuse("host-read", f"{_HOST_READS[func]} reads {describe(t)} on the host", tensor=t)
             return self._watch.read_anyway(func, args, kwargs)
-        if func in _RAW_ADDRESS and not self._watch.raw_addresses and not _called_by("triton"):
+        if func in _RAW_ADDRESS and not self._watch.raw_addresses and not called_by("triton"):
             self._watch.refuse(
                 "not-capturable",
                 f"{_RAW_ADDRESS[func]} hands out the raw address of {describe(args[0])}",
@@ -332,19 +330,6 @@ class _FunctionWatch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _called_by(package: str, *, frames: int = 1) -> bool:
-    """Whether one of the nearest ``frames`` callers of the function that asks is of ``package``."""
-    frame = sys._getframe(1).f_back
-    for _ in range(frames):
-        if frame is None:
-            return False
-        module = str(frame.f_globals.get("__name__", ""))
-        if module == package or module.startswith(package + "."):
-            return True
-        frame = frame.f_back
-    return False
-
-
 class _DispatchWatch(TorchDispatchMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -357,65 +342,3 @@ class _DispatchWatch(TorchDispatchMode):
         result = func(*args, **kwargs)
         self._watch.after(func, facts, args, kwargs, result)
         return result
-
-
-_SEEDING = ("manual_seed", "seed", "set_rng_state", "get_rng_state")
-
-
-def _refused_functions() -> Iterator[tuple[Any, str, str, str]]:
-    """(owner, name, rule, text) of functions that work on generators on the host, or where a watch cannot see."""
-    yield threading.Thread, "start", "not-capturable", "a thread is started inside a capture"
-    for name in ("collect", "enable"):
-        text = f"gc.{name}() inside a capture lets finalizers run between its operators"
-        yield gc, name, "not-capturable", text
-    for module in (torch, torch.random):
-        for name in _SEEDING:
-            if hasattr(module, name):
-                yield module, name, "rng-state", f"torch.{name} is called inside a capture"
-    numpy = sys.modules.get("numpy")
-    modules = [random] if numpy is None else [random, numpy.random]
-    for module in modules:
-        for name, function in vars(module).items():
-            owner = getattr(function, "__self__", None)
-            # the module's own generator: its methods are the module's functions
-            if not name.startswith("_") and type(owner).__name__ in ("Random", "RandomState") and callable(function):
-                text = f"{module.__name__}.{name} is called inside a capture"
-                yield module, name, "host-randomness", text
-
-
-@contextlib.contextmanager
-def _no_host_work(watch: Watch) -> Iterator[None]:
-    """Some host work is no operator; the functions that do it are replaced for the time of a capture.
-
-    Other threads of the program may go on calling them; autograd's own threads belong to the capture.
-    """
-    capturing = threading.get_ident()
-
-    def refuse(original: Callable[..., Any], rule: str, text: str) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def refused(*args: Any, **kwargs: Any) -> Any:
-            here = threading.get_ident()
-            if here != capturing and any(thread.ident == here for thread in threading.enumerate()):
-                watch.other_threads_drew = True
-                return original(*args, **kwargs)
-            if _called_by("torch._dynamo", frames=2):
-                watch.refuse("cold-kernel", "torch.compile would compile inside the capture", remedy=_COMPILE_REMEDY)
-            else:
-                watch.refuse(rule, text)
-            return original(*args, **kwargs)
-
-        return refused
-
-    replaced = [(*found, getattr(found[0], found[1])) for found in _refused_functions()]
-    for owner, name, rule, text, original in replaced:
-        setattr(owner, name, refuse(original, rule, text))
-    try:
-        yield
-    finally:
-        for owner, name, _, _, original in replaced:
-            setattr(owner, name, original)
-
-
-_COMPILE_REMEDY = (
-    "Leave torch.compile out of the captured body: the guard's modes make it compile anew even after a warm-up."
-)
