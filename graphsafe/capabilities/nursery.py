@@ -73,16 +73,24 @@ def _be_the_child(runtime: str, row: str, found: Path, said: Path) -> None:
 def _wait(child: int, time_limit: float) -> int | None:
     """The exit code of the child (negative: a signal), or None if it had to be killed."""
     end = time.monotonic() + time_limit
-    while time.monotonic() < end:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(_LOOK_EVERY)
+    try:
+        while time.monotonic() < end:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(_LOOK_EVERY)
+    except KeyboardInterrupt:
+        _kill(child)
+        raise
+    _kill(child)
+    return None
+
+
+def _kill(child: int) -> None:
     for kill in (os.killpg, os.kill):  # the group exists once the child has made it
         with contextlib.suppress(ProcessLookupError):
             kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return None
 
 
 def main(answers: int) -> None:

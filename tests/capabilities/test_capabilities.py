@@ -78,8 +78,9 @@ def test_a_simulated_device_is_marked(monkeypatch):
 def test_a_process_that_does_not_answer_is_told_by_how_it_ended(monkeypatch, body, says):
     monkeypatch.setattr(child, "found_by", lambda runtime, row: body())
     begin = time.monotonic()
-    assert says in nursery.ask("cpu", "a.b", 1.0)["ended"]
-    assert time.monotonic() - begin < 30
+    hangs = "did not end" in says
+    assert says in nursery.ask("cpu", "a.b", 1.0 if hangs else 50.0)["ended"]
+    assert time.monotonic() - begin < 50
 
 
 def test_what_a_probe_prints_is_not_its_answer(monkeypatch, capfd):
