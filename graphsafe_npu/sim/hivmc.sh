@@ -16,6 +16,7 @@ awk '
         split(substr($0, RSTART), word, " "); print "long " name "(void) { return " word[2] "; }"; name = ""
     }
 ' "$input" | cc -shared -fPIC -x c - -o "$(dirname "$output")/libkernel.so"
+case $0 in *-a5) exit 0;; esac  # 950's compiler writes its plan in another form
 awk '
     BEGIN { split("i1 1 i8 8 i16 16 f16 16 bf16 16 i32 32 f32 32 i64 64 f64 64", list, " "); for (n = 1; n in list; n += 2) bits[list[n]] = list[n + 1] }
     /hivm\.hir\.pointer_cast/ && /address_space<ub>/ {
