@@ -128,7 +128,7 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         reverse_warps=8 if capability >= 100 else warps,
         reverse_stages=1 if small else stages,
         state_stages=1 if small else stages,
-        prepare_block=min(key, 128 if not wide else 64),
+        prepare_block=min(key, 64 if wide or capability == 80 else 128),
         prepare_warps=4 if problem.chunk_size >= 32 else 2,
         prepare_registers=0 if wide or not capability else 128 if one_wave else 168,
         clear_block=min(value, 128),
