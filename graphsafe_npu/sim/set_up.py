@@ -4,6 +4,9 @@
 
 On Debian 12 or later, x86_64; as root where its packages are missing. Afterwards ``FOLDER/venv/bin/python`` has device
 ``npu``. It may be run again: only what is missing is done. Needs the standard library alone.
+
+Exit codes: 0 done; 75 if a package could not be had (no network, no such package, not root), which says nothing about
+this project; anything else is a failure.
 """
 
 from __future__ import annotations
@@ -27,15 +30,23 @@ _WHEELS = (
     "pyyaml",
 )
 _PYTHON = (3, 11)
+UNAVAILABLE = 75  # EX_TEMPFAIL
+
+
+def _obtain(*command: str) -> None:
+    """Run a command that gets packages from elsewhere."""
+    try:
+        subprocess.run(command, check=True)
+    except (OSError, subprocess.CalledProcessError) as problem:
+        print(f"not available here: {' '.join(command[:3])}: {problem}", file=sys.stderr)
+        sys.exit(UNAVAILABLE)
 
 
 def _programs() -> None:
     missing = [package for program, package in _PROGRAMS.items() if shutil.which(program) is None]
     if missing:
-        subprocess.run(["apt-get", "update", "-q"], check=True)
-        subprocess.run(
-            ["apt-get", "install", "-y", "-q", "--no-install-recommends", *missing, "libc6-dev"], check=True
-        )
+        _obtain("apt-get", "update", "-q")
+        _obtain("apt-get", "install", "-y", "-q", "--no-install-recommends", *missing, "libc6-dev")
 
 
 def main(folder: Path) -> None:
@@ -49,7 +60,7 @@ def main(folder: Path) -> None:
     if not python.exists():
         venv.create(folder / "venv", with_pip=True)
     pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    subprocess.run([*pip, *_WHEELS], check=True)
+    _obtain(*pip, *_WHEELS)
     subprocess.run([*pip, "-e", f"{project}[test]"], check=True)
     site = next((folder / "venv" / "lib").glob("python*/site-packages"))
     # a torch for CUDA brings the stock triton, which overwrites triton-ascend's package of the same name

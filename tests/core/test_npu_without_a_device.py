@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import graphsafe as gs
+import graphsafe_npu
 from graphsafe_npu import NpuRuntime, compat, sim
 from graphsafe_npu.settings import SETTINGS, refuse_settings
 
@@ -79,3 +81,17 @@ def test_a_simulator_that_is_not_there_is_not_activated(monkeypatch):
     with pytest.raises(gs.RuntimeMissingError, match="no simulated CANN") as caught:
         sim.activate.__wrapped__()
     assert "set_up.py" in caught.value.remedy
+
+
+def test_the_simulators_set_up_tells_what_cannot_be_had_from_a_failure(tmp_path):
+    script = Path(graphsafe_npu.__file__).parent / "sim" / "set_up.py"
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "made"], capture_output=True, text=True, env={"PATH": str(tmp_path)}
+    )
+    if sys.version_info[:2] == (3, 11):
+        assert done.returncode == 75, done.stderr
+        assert "not available here: apt-get" in done.stderr
+    else:
+        assert done.returncode == 1
+        assert "Python 3.11 is needed" in done.stderr
+    assert not (tmp_path / "made").exists()
