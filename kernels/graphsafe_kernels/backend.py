@@ -48,20 +48,24 @@ TRITON: dict[str, str] = {
     "causal_conv1d": "graphsafe_kernels.conv.autograd",
     "chunk_gated_delta_rule": "graphsafe_kernels.gdn.autograd",
     "clear_padding": "graphsafe_kernels.layers.clear",
+    "fused_kda_gate": "graphsafe_kernels.kda.gate",
     "fused_recurrent_gated_delta_rule": "graphsafe_kernels.gdn.recurrent",
+    "fused_recurrent_kda": "graphsafe_kernels.kda.recurrent",
     "join_columns": "graphsafe_kernels.layers.split",
     "rms_norm": "graphsafe_kernels.norm.autograd",
     "split_columns": "graphsafe_kernels.layers.split",
 }
 """Operator -> module of its Triton implementation, for the operators whose kernels serve by default.
 
-KDA's kernels (``kda.autograd``) are complete and tested in the interpreter, but their present version has not passed
-its tests on a GPU; until it has, the reference serves there.
+KDA's chunk kernels (``kda.autograd``) are complete and tested in the interpreter, but their present version has not
+passed its tests on a GPU; until it has, the reference serves there.
 """
 
 DEVICES: dict[str, tuple[str, ...]] = {
     "chunk_gated_delta_rule": ("cpu", "cuda"),
+    "fused_kda_gate": ("cpu", "cuda"),
     "fused_recurrent_gated_delta_rule": ("cpu", "cuda"),
+    "fused_recurrent_kda": ("cpu", "cuda"),
 }
 """Operator -> the types of device that its kernels serve, where they have not been shown on all of them."""
 
