@@ -73,7 +73,8 @@ class PreparedLaunch:
                         remedy="Use a smaller bucket, or larger chunks.")
         grid = (programs, 1, 1)
         if _interpreter.interpreted(self._kernel) or device.type != "cuda":
-            return lambda *pointers: self._kernel[grid](*pointers, *integers, **self.constants, **self._options)
+            options = {} if device.type == "npu" else self._options  # an NPU has no warps
+            return lambda *pointers: self._kernel[grid](*pointers, *integers, **self.constants, **options)
         index = device.index
         key = (index, tuple(i >= 2**31 for i in integers))
         alone = torch.cuda.device_count() == 1
