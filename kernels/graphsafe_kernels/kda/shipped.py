@@ -14,6 +14,7 @@ import torch
 from graphsafe.bucket import slot_count
 from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.kda import launch
+from graphsafe_kernels.kda.backward_kernels import gradients_kernel
 from graphsafe_kernels.kda.configurations import Problem
 from graphsafe_kernels.policy import Policy
 from graphsafe_kernels.shipped import Shipped, pointer
@@ -81,4 +82,7 @@ def shipped(policy: Policy) -> Iterator[Shipped]:
         (torch.bfloat16, 64, 64, 1, True),
         (torch.bfloat16, 128, 32, 32, True),
     ):
-        yield from record(policy.kind, dtype, width, chunk_size, sequences, full=full)
+        for entry in record(policy.kind, dtype, width, chunk_size, sequences, full=full):
+            # two loads and stores of local memory too many there, outside the inner products
+            if policy.kind != "sm_80" or entry.kernel is not gradients_kernel or (full and width == 128):
+                yield entry
