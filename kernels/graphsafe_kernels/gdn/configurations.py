@@ -115,7 +115,7 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
     # Three preparations share a multiprocessor; four, with a few spills, where that saves most of a second wave.
     preparations = (problem.batch * problem.chunks + problem.sequences - problem.batch) * problem.value_heads
     one_wave = 3 * MULTIPROCESSORS < preparations <= 5 * MULTIPROCESSORS
-    gradient_stages = 3 if state_tiles and key <= 128 and problem.value_width <= 128 else 1
+    gradient_stages = 3 if state_tiles and capability == 90 and key <= 128 and problem.value_width <= 128 else 1
     # One block of K is no loop, so nothing is pipelined there.
     narrow = not warpgroups or (gradient_stages > 1 and problem.key_width > 32)
     return Configuration(
