@@ -8,6 +8,7 @@ Requirements
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,7 @@ def configuration(problem: Problem, device: torch.device, dtype: torch.dtype) ->
     return choose(problem, device_capability(device), dtype)
 
 
+@functools.lru_cache(maxsize=1024)
 def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configuration:
     """The configuration for a device of ``capability`` (see :func:`device_capability`)."""
     wide = dtype == torch.float32
