@@ -72,12 +72,9 @@ class Configuration:
     reverse_stages: int
     column_block: int
     prepare_warps: int
-    prepare_registers: int | None
     product_block: int
     product_warps: int
-    product_registers: int | None
     gradient_warps: int
-    gradient_registers: int | None
     clear_block: int
     finish_rows: int
     precision: str
@@ -136,12 +133,9 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         reverse_stages=min(stages, 2),
         column_block=16,
         prepare_warps=4,
-        prepare_registers=None,
         product_block=product_block,
         product_warps=4 if tiles else 8,
-        product_registers=None,
         gradient_warps=4 if kind == "sm_90" else 8,  # elsewhere four run out of registers
-        gradient_registers=None,
         clear_block=min(value, 128),
         finish_rows=16,
         precision="tf32x3" if kind.startswith("sm_") else "ieee",

@@ -21,8 +21,9 @@ from graphsafe_kernels.launch import PreparedLaunch
 from graphsafe_kernels.reference import gate as reference
 from graphsafe_kernels.reference.once import first_order_only
 
-__all__ = ["fused_kda_gate"]
+__all__ = ["WARPS", "constants", "fused_kda_gate"]
 
+WARPS = 4
 _ROWS = 32
 
 
@@ -30,17 +31,23 @@ def _power(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
+def constants(scaled: bool, biased: bool, heads: int, width: int, lower_bound: float | None) -> dict[str, Any]:
+    """Compile-time constants of both gate kernels."""
+    return {"HV": heads, "K": width, "BK": _power(width), "ROWS": _ROWS, "GATE": 1 if lower_bound is None else 2,
+            "SCALED": scaled, "BIAS": biased}  # fmt: skip
+
+
 @functools.lru_cache(maxsize=1024)
 def _launches(device: torch.device, dtypes: tuple[torch.dtype | None, ...], heads: int, width: int,
               lower_bound: float | None) -> tuple[PreparedLaunch, PreparedLaunch, PreparedLaunch]:  # fmt: skip
     # the dtypes are looked at for absence alone, but each set of them is a kernel of its own
     _, A_log, dt_bias, _ = dtypes
-    flags = {"SCALED": A_log is not None, "BIAS": dt_bias is not None}
-    sizes = {"HV": heads, "K": width, "BK": _power(width), "ROWS": _ROWS, "GATE": 1 if lower_bound is None else 2}
+    sizes = constants(A_log is not None, dt_bias is not None, heads, width, lower_bound)
+    flags = {name: sizes[name] for name in ("SCALED", "BIAS")}
     sums = {"H": heads, "HV": heads, "K": width, "BT": _ROWS, "BK": _power(width), "ROWS": 16, "PACKED": False,
             **flags, "PARTS": False, "SUMS": 32}  # fmt: skip
-    kernels = ((gate_kernel, sizes | flags), (gate_backward_kernel, sizes | flags), (finish_kernel, sums))
-    first, second, third = (PreparedLaunch(kernel, constants, num_warps=4) for kernel, constants in kernels)
+    kernels = ((gate_kernel, sizes), (gate_backward_kernel, sizes), (finish_kernel, sums))
+    first, second, third = (PreparedLaunch(kernel, of, num_warps=WARPS) for kernel, of in kernels)
     return first, second, third
 
 

@@ -39,11 +39,10 @@ Index = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None
 
 
 def start(kernel: Any, grid: int, arguments: tuple[Any, ...], constants: dict[str, Any], *, warps: int,
-          stages: int = 1, registers: int | None = None) -> None:  # fmt: skip
+          stages: int = 1) -> None:  # fmt: skip
     """Launch ``grid`` programs of a kernel: its run-time arguments in order, then its compile-time constants."""
     if grid:
-        options = {} if registers is None else {"maxnreg": registers}
-        kernel[(grid,)](*arguments, **constants, num_warps=warps, num_stages=stages, **options)
+        kernel[(grid,)](*arguments, **constants, num_warps=warps, num_stages=stages)
 
 
 class Operands(NamedTuple):
@@ -154,7 +153,7 @@ def _prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, sta
         prepare_kernel, slots * hv,
         (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, kg, qg, kd, *kept[:5], o, intermediates, *_index(tables),
          problem.scale, problem.lower_bound, *_layout(problem)),
-        constants, warps=c.prepare_warps, registers=c.prepare_registers if scores else None,
+        constants, warps=c.prepare_warps,
     )  # fmt: skip
     return kept._replace(kg=kg, qg=qg, kd=kd)
 
@@ -313,7 +312,7 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
          problem.scale, *layout),
         {**sizes, "V": problem.value_width, "BK": c.product_block, "BV": c.clear_block, **_beta(problem),
          "PRECISION": c.precision},
-        warps=c.product_warps, registers=c.product_registers,
+        warps=c.product_warps,
     )  # fmt: skip
     whole = hv == problem.heads
     dq, dk, dg = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.g)
@@ -326,7 +325,7 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
         (x.q, x.k, x.g, x.A_log, x.dt_bias, kept.vectors, kept.tile_decays, kept.decay, pairs, own, products, inner,
          *parts, dg, scale_sums, bias_sums, *index, problem.lower_bound, *layout),
         {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, **_gate(problem, x, c)},
-        warps=c.gradient_warps, registers=c.gradient_registers,
+        warps=c.gradient_warps,
     )  # fmt: skip
     row_programs = triton.cdiv(problem.rows * problem.heads, c.finish_rows)
     sums = {"SCALED": dA_log is not None, "BIAS": ddt_bias is not None}

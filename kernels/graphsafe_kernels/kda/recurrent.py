@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,27 +21,37 @@ from graphsafe_kernels.launch import PreparedLaunch
 from graphsafe_kernels.policy import device_kind
 from graphsafe_kernels.reference import recurrent as reference
 
-__all__ = ["fused_recurrent_kda"]
+__all__ = ["WARPS", "constants", "fused_recurrent_kda"]
+
+WARPS = 1
+"""Of a program: 8 rows of the state, 32 registers a thread at K = 128."""
 
 
 def _power(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
+def constants(kind: str, dtypes: tuple[torch.dtype | None, ...], heads: int, value_heads: int, key: int, value: int,
+              options: DeltaRuleOptions) -> dict[str, Any]:  # fmt: skip
+    """Compile-time constants of :func:`recurrent_kernel`; of ``dtypes`` only the absence of the last four counts:
+    A_log, dt_bias, the initial state, cu_seqlens."""
+    *_, A_log, dt_bias, initial, cu_seqlens = dtypes
+    gate = 0 if not options.gate_in_kernel else 1 if options.lower_bound is None else 2
+    return {
+        "H": heads, "HV": value_heads, "K": key, "V": value, "BK": _power(key),
+        "BV": 8 if kind.startswith("sm_") else _power(value), "ROWS": 64, "PACKED": cu_seqlens is not None,
+        "INITIAL": initial is not None, "FINAL": options.output_final_state, "V_FIRST": options.state_v_first,
+        "L2NORM": options.qk_l2norm, "GATE": gate, "SCALED": A_log is not None, "BIAS": dt_bias is not None,
+        "SIGMOID": options.beta_scale is not None, "FACTOR": options.beta_scale or 1.0,
+    }  # fmt: skip
+
+
 @functools.lru_cache(maxsize=1024)
 def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], heads: int, value_heads: int, key: int,
             value: int, options: DeltaRuleOptions) -> PreparedLaunch:  # fmt: skip
-    # the dtypes are looked at for absence alone, but each set of them is a kernel of its own
-    *_, A_log, dt_bias, initial, cu_seqlens = dtypes
-    gate = 0 if not options.gate_in_kernel else 1 if options.lower_bound is None else 2
-    block = 8 if device_kind(device).startswith("sm_") else _power(value)
-    constants = {
-        "H": heads, "HV": value_heads, "K": key, "V": value, "BK": _power(key), "BV": block, "ROWS": 64,
-        "PACKED": cu_seqlens is not None, "INITIAL": initial is not None, "FINAL": options.output_final_state,
-        "V_FIRST": options.state_v_first, "L2NORM": options.qk_l2norm, "GATE": gate, "SCALED": A_log is not None,
-        "BIAS": dt_bias is not None, "SIGMOID": options.beta_scale is not None, "FACTOR": options.beta_scale or 1.0,
-    }  # fmt: skip
-    return PreparedLaunch(recurrent_kernel, constants, num_warps=1)
+    # each set of dtypes is a kernel of its own
+    sizes = constants(device_kind(device), dtypes, heads, value_heads, key, value, options)
+    return PreparedLaunch(recurrent_kernel, sizes, num_warps=WARPS)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,9 +13,12 @@ import torch
 
 from graphsafe.bucket import slot_count
 from graphsafe.metadata import ChunkTables
-from graphsafe_kernels.kda import launch
+from graphsafe_kernels.delta_rule import make_options
+from graphsafe_kernels.kda import gate, launch, recurrent
 from graphsafe_kernels.kda.backward_kernels import gradients_kernel
 from graphsafe_kernels.kda.configurations import Problem
+from graphsafe_kernels.kda.gate_kernels import gate_backward_kernel, gate_kernel
+from graphsafe_kernels.kda.recurrent_kernels import recurrent_kernel
 from graphsafe_kernels.policy import Policy
 from graphsafe_kernels.shipped import Shipped, pointer
 
@@ -45,7 +48,7 @@ def record(kind: str, dtype: torch.dtype, width: int, chunk_size: int, sequences
     found: dict[tuple[Any, ...], Shipped] = {}
 
     def start(kernel: Any, grid: int, arguments: tuple[Any, ...], constants: dict[str, Any], *, warps: int,
-              stages: int = 1, registers: int | None = None) -> None:  # fmt: skip
+              stages: int = 1) -> None:  # fmt: skip
         types = dict(zip(kernel.arg_names, map(_kind, arguments), strict=False))
         part = ", ".join(f"{n}={constants[n]}" for n in ("SCORES", "SAVE", "RECOMPUTE") if n in constants)
         entry = Shipped(kernel, f"{name}{f' ({part})' if part else ''}", types, constants, warps, stages)
@@ -71,10 +74,32 @@ def record(kind: str, dtype: torch.dtype, width: int, chunk_size: int, sequences
     yield from found.values()
 
 
+def token_by_token(kind: str, dtype: torch.dtype, width: int, *, full: bool) -> Iterator[Shipped]:
+    """The recurrent form and both kernels of the gate; ``full``: with every operand and option."""
+    fp32, name = torch.float32, f"{str(dtype).removeprefix('torch.')} {width}{' all options' if full else ''}"
+    options = make_options(scale=None, key_width=width, use_beta_sigmoid=full, allow_neg_eigval=full,
+                           output_final_state=full, qk_l2norm=full, gate_in_kernel=full, lower_bound=-5.0)  # fmt: skip
+    state, index = (fp32, torch.int32) if full else (None, None)
+    dtypes = dict.fromkeys(("q", "k", "v", "g", "beta", "o"), dtype) | dict.fromkeys(("A_log", "dt_bias"), state)
+    dtypes |= {"initial_state": state, "final_state": state, "cu_seqlens": index}
+    numbers = {"scale": "fp32", "bound": "fp32", "T": "i32", "N": "i32", "rows": "i32"}
+    types = {n: pointer(t) for n, t in dtypes.items()} | numbers
+    sizes = recurrent.constants(kind, (state, state, state, index), _HEADS, _HEADS, width, width, options)
+    yield Shipped(recurrent_kernel, name, {n: types[n] for n in recurrent_kernel.arg_names if n in types}, sizes,
+                  recurrent.WARPS)  # fmt: skip
+    types |= {"y": "*fp32", "dy": "*fp32", "dg": pointer(dtype), "scale_sums": pointer(state),
+              "bias_sums": pointer(state)}  # fmt: skip
+    for kernel in (gate_kernel, gate_backward_kernel):
+        sizes = gate.constants(full, full, _HEADS, width, -5.0 if full else None)
+        yield Shipped(kernel, name, {n: types[n] for n in kernel.arg_names if n in types}, sizes, gate.WARPS)
+
+
 def shipped(policy: Policy) -> Iterator[Shipped]:
     """Every kernel in every configuration that is expected to compile without spills for ``policy``."""
     if not policy.kind.startswith("sm_"):
         return
+    for dtype, width, full in ((torch.bfloat16, 128, True), (torch.float16, 64, False)):
+        yield from token_by_token(policy.kind, dtype, width, full=full)
     for dtype, width, chunk_size, sequences, full in (
         (torch.bfloat16, 128, 64, 1, True),
         (torch.bfloat16, 128, 64, 32, False),
@@ -83,6 +108,6 @@ def shipped(policy: Policy) -> Iterator[Shipped]:
         (torch.bfloat16, 128, 32, 32, True),
     ):
         for entry in record(policy.kind, dtype, width, chunk_size, sequences, full=full):
-            # two loads and stores of local memory too many there, outside the inner products
+            # two to four loads and stores of local memory too many there, outside the inner products
             if policy.kind != "sm_80" or entry.kernel is not gradients_kernel or (full and width == 128):
                 yield entry
