@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -315,11 +316,13 @@ def test_launches(device, launches):
     assert len(count()) == 2 + 4, launches
 
 
-def test_replay_follows_the_layout(device, capture):
-    """A captured forward and backward serves other layouts of its bucket, bit for bit."""
+def test_replay_follows_the_layout(device, capture, large):
+    """A captured forward and backward serves other layouts of its bucket, bit for bit; on a device 50 of them."""
     b = batch(device, [20, 13], gate=True)
     graph = capture(lambda: run(b, **SOFTPLUS, use_graph=True))
-    for lengths in ([20, 13], [3, 10], [33, 0], [0, 0]):
+    rng = random.Random(0)
+    cuts = [sorted(rng.choices(range(34), k=2)) for _ in range(46 if large else 0)]
+    for lengths in ([20, 13], [3, 10], [33, 0], [0, 0], *([first, last - first] for first, last in cuts)):
         new = batch(device, lengths, gate=True, padding=33 - sum(lengths), seed=sum(lengths))
         for name, t in vars(new).items():
             if isinstance(t, torch.Tensor):
@@ -378,3 +381,20 @@ def test_segments_follow_the_bucket():
     span = lambda *sizes: launch.choose(problem(*sizes), "sm_90", bf16).span  # noqa: E731
     assert span(8192, 8, 1) == 16
     assert span(8192, 32, 1) == span(4096, 8, 32) == span(512, 8, 1) == 0
+
+
+def test_two_graphs_of_one_shape_take_turns(device, capture):
+    batches = [batch(device, [20, 13], gate=True, seed=seed) for seed in (0, 1)]
+    wants = [run(b, **SOFTPLUS) for b in batches]
+    graphs = [capture(lambda b=b: run(b, **SOFTPLUS, use_graph=True)) for b in batches]
+    for turn in (0, 1, 1, 0):
+        assert_same(wants[turn], graphs[turn].replay())
+
+
+def test_two_calls_in_one_backward(device):
+    batches = [batch(device, [20, 13], seed=seed) for seed in (0, 1)]
+    leaves = [b.v.requires_grad_() for b in batches]
+    call = lambda b: chunk_kda(b.q, b.k, b.v, b.g, b.beta, cu_seqlens=b.cu, chunk_size=32)[0].sum()  # noqa: E731
+    alone = [torch.autograd.grad(call(b), v)[0] for b, v in zip(batches, leaves, strict=True)]
+    together = torch.autograd.grad(call(batches[0]) + call(batches[1]), leaves)
+    assert all(torch.equal(x, y) for x, y in zip(alone, together, strict=True))
