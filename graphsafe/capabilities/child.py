@@ -9,6 +9,7 @@ Requirements
 from __future__ import annotations
 
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -23,6 +24,8 @@ from graphsafe.rules import rule
 from graphsafe.runtime import get_runtime
 
 __all__ = ["found_by"]
+
+_PLACE = re.compile(r" \(made by (\S+) at [^()]*\)")
 
 
 
@@ -53,6 +56,7 @@ def found_by(runtime_name: str, row: str) -> dict[str, Any]:
 
 
 def _of_rule(name: str, text: str) -> dict[str, str]:
+    text = _PLACE.sub(r" (made by \1)", text)  # a matrix names no path of a machine
     return {"rule": rule(name).id, "category": str(rule(name).category), "text": text}
 
 

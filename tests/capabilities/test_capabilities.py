@@ -56,6 +56,14 @@ def test_how_a_probe_ends_is_its_status(monkeypatch, body, status, rule, text):
     assert ("explanation" in found) == ("901" in text)
 
 
+def test_no_path_of_a_machine_is_in_a_row(monkeypatch):
+    text = "aten::nonzero has a shape that depends on data (made by aten::lt.Tensor at /home/me/x.py:62 in f)"
+    body = lambda rt: _raise(error("data-dependent-shape", text))  # noqa: E731
+    monkeypatch.setattr(child, "probes", lambda: {"a.b": Probe("a.b", "in words", body)})
+    said = child.found_by("cpu", "a.b")["text"]
+    assert said == "aten::nonzero has a shape that depends on data (made by aten::lt.Tensor)"
+
+
 def test_a_simulated_device_is_marked(monkeypatch):
     monkeypatch.setattr(child, "probes", lambda: {"a.b": Probe("a.b", "in words", lambda rt: None)})
     monkeypatch.setattr(gs.get_runtime("cpu"), "simulated", True, raising=False)
