@@ -66,6 +66,8 @@ DEVICES: dict[str, tuple[str, ...]] = {
     "fused_kda_gate": ("cpu", "cuda"),
     "fused_recurrent_gated_delta_rule": ("cpu", "cuda"),
     "fused_recurrent_kda": ("cpu", "cuda"),
+    "join_columns": ("cpu", "npu"),
+    "split_columns": ("cpu", "npu"),
 }
 """Operator -> the types of device that its kernels serve, where they have not been shown on all of them."""
 

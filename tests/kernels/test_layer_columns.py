@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graphsafe_kernels import backend
 from graphsafe_kernels.layers.split import split
 from graphsafe_kernels.layers.split_kernels import columns_kernel
 
@@ -15,6 +16,13 @@ CASES = [
     (7, (3,), None),
     (1300, (513, 700, 1), (True, False, True)),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch):
+    """The kernel, whether or not it serves the device by default."""
+    for operator in ("join_columns", "split_columns"):
+        monkeypatch.delitem(backend.DEVICES, operator)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
