@@ -1,4 +1,4 @@
-"""Where the kernel tests run: on the device under test, ``cpu`` (the default: Triton's interpreter), ``cuda``, ``npu``.
+"""Where the kernel tests run: on the device under test: ``cpu`` (Triton's interpreter, the default), ``cuda``, ``npu``.
 
 The same tests run on all, at sizes that suit each. An unknown or absent device fails; it never skips. Triton decides
 where a kernel is decorated whether it is interpreted, so one session tests kernels on one device; the environment says
