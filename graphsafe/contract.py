@@ -40,6 +40,9 @@ def check_tensor(
     """Check one tensor argument; None in ``shape`` admits any size. Raises the error of ``rule``."""
     if not isinstance(t, torch.Tensor):
         raise error(rule, f"{name} is {describe(t)}; a tensor is needed")
+    if t.layout is not torch.strided:
+        layout = str(t.layout).removeprefix("torch.")
+        raise error(rule, f"{name} is a tensor of layout {layout}; a strided one is needed")
     if shape is not None and (
         t.dim() != len(shape) or any(w is not None and w != s for s, w in zip(t.shape, shape, strict=True))
     ):

@@ -393,3 +393,40 @@ def test_more_slots_than_a_grid_axis(device, large):
     if large:
         b = batch(device, [1] * 70_000, width=4)
         assert_close(run(b, function=reference.causal_conv1d), run(b), torch.float32)
+
+
+def test_second_order_gradients_are_refused(device):
+    x = torch.ones(1, 8, 4, device=device, requires_grad=True)
+    weight = torch.ones(4, 3, device=device, requires_grad=True)
+    y, _ = causal_conv1d(x, weight, activation="silu")
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert g.requires_grad, "a penalty on it would be taken for a constant"
+    with pytest.raises(GraphSafeError, match="causal_conv1d") as caught:
+        (y.sum() + g.square().sum()).backward()
+    assert caught.value.rule.name == "unsupported"
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "chunk_indices", "chunk_offsets"])
+def test_metadata_written_to_before_the_backward_is_refused(device, name):
+    cu = torch.tensor([0, 9, 20], dtype=torch.int32, device=device)
+    tables = build_tables(cu, 20, 4)
+    x = torch.ones(1, 20, 8, device=device, requires_grad=True)
+    y, _ = causal_conv1d(x, torch.ones(8, 3, device=device), cu_seqlens=cu, chunk_indices=tables.chunk_indices,
+                         chunk_offsets=tables.chunk_offsets, chunk_size=4)
+    getattr(tables, name).fill_(-1)
+    with pytest.raises(GraphSafeError, match=name) as caught:
+        y.sum().backward()
+    assert caught.value.rule.name == "metadata-changed"
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("wrong", [{"chunk_size": 0}, {"chunk_size": None}, {"chunk_size": 64.0}, {"chunk_size": [64]},
+                                   {"max_num_seqs": [2]}, {"x": torch.ones(1, 20, 8).to_sparse()}], ids=str)
+def test_wrong_arguments_have_an_error_of_their_own(device, packed, wrong):
+    x = torch.ones(1, 20, 8, device=device)
+    cu = torch.tensor([0, 9, 20], dtype=torch.int32, device=device) if packed else None
+    arguments = {"x": x, "weight": torch.ones(8, 3, device=device), "cu_seqlens": cu} | wrong
+    arguments["x"] = arguments["x"].to(device)
+    with pytest.raises(GraphSafeError) as caught:
+        causal_conv1d(**arguments)
+    assert caught.value.rule.name == "argument"

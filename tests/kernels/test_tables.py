@@ -122,3 +122,17 @@ def test_is_a_metadata_builder(device):
 def test_refuses_what_it_cannot_number(device, tokens, chunk_size):
     with pytest.raises(GraphSafeError, match="build_tables"):
         build_tables(boundaries([3, 4], torch.int32, device), tokens, chunk_size)
+
+
+@pytest.mark.parametrize(
+    "cu",
+    [torch.tensor([[0, 0], [9, 5], [20, 7]])[:, 0], torch.tensor([0.0, 9.0, 20.0]), torch.tensor([[0, 9, 20]]),
+     torch.tensor([], dtype=torch.int32)],
+    ids=["strided", "float", "rows", "empty"],
+)  # fmt: skip
+def test_boundaries_of_another_layout_are_refused(device, cu):
+    strided = not cu.is_contiguous()
+    on_device = cu.repeat_interleave(2).to(device)[::2] if strided else cu.to(device)
+    with pytest.raises(GraphSafeError) as caught:
+        build_tables(on_device, 20, 4)
+    assert caught.value.rule.name == "argument"

@@ -4,8 +4,8 @@ Requirements
 ------------
 1. Same arguments and results as the reference. fp64 operands are served by the reference, which is plain torch.
 2. Without a gradient to compute, no autograd node is made.
-3. A ``cu_seqlens`` written to between forward and backward is refused.
-4. First-order: a second backward is refused by torch.
+3. Boundaries or tables written to between forward and backward are refused.
+4. First-order: a second backward is refused by name (rule ``unsupported``).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from graphsafe.errors import error
 from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.conv import launch
 from graphsafe_kernels.reference import conv as reference
+from graphsafe_kernels.reference.once import first_order_only
 from graphsafe_kernels.reference.rows import SavedBoundaries
 from graphsafe_kernels.tables import build_tables
 
@@ -40,12 +40,12 @@ class _CausalConv1d(torch.autograd.Function):
         tables = ctx.tables
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, initial_state)
-        ctx.boundaries = None if tables is None else SavedBoundaries("causal_conv1d", tables.cu_seqlens)
+        ctx.boundaries = None if tables is None else SavedBoundaries.of("causal_conv1d", tables)
         ctx.residual = None if residual is None else residual.dtype
         return launch.forward(x, weight, bias, residual, initial_state, *options)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("causal_conv1d")
     def backward(ctx: Any, dy: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, initial_state = ctx.saved_tensors
         if ctx.boundaries is not None:

@@ -78,6 +78,10 @@ def causal_conv1d(
     assert weight is not None
     if activation not in _ACTIVATIONS:
         raise error("argument", f"activation is {activation!r}; 'silu', 'swish' (the same) or None is needed")
+    if type(chunk_size) is not int or chunk_size < 1:
+        raise error("argument", f"chunk_size is {chunk_size!r}; a whole number of tokens, at least 1, is needed")
+    if max_num_seqs is not None and type(max_num_seqs) is not int:
+        raise error("argument", f"max_num_seqs is {max_num_seqs!r}; a whole number of sequences is needed")
     operands = (x, weight, bias, residual, initial_state, cu_seqlens, chunk_indices, chunk_offsets)
     signature = (_signature(operands), max_num_seqs, chunk_size)
     if signature not in _checked:
@@ -101,10 +105,10 @@ def causal_conv1d(
 
 
 def _signature(operands: tuple[torch.Tensor | None, ...]) -> tuple[object, ...] | None:
-    """All that the checks look at; None where an operand is no tensor, which is never among the checked."""
+    """All that the checks look at; None where an operand is no dense tensor, which is never among the checked."""
     try:
         return tuple([None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous()) for t in operands])
-    except AttributeError:
+    except (AttributeError, RuntimeError):
         return None
 
 

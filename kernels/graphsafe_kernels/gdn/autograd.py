@@ -50,7 +50,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         o, prepared = launch.forward(problem, tables, x, final_state, keep=True)
         ctx.set_materialize_grads(False)
         ctx.problem, ctx.tables = problem, tables
-        ctx.boundaries = None if tables is None else SavedBoundaries("chunk_gated_delta_rule", tables.cu_seqlens)
+        ctx.boundaries = None if tables is None else SavedBoundaries.of("chunk_gated_delta_rule", tables)
         ctx.save_for_backward(*x, *prepared)
         return o, final_state
 

@@ -60,7 +60,7 @@ class _ChunkKda(torch.autograd.Function):
         o, kept = launch.forward(problem, tables, x, final, None, options.disable_recompute)
         ctx.set_materialize_grads(False)
         ctx.problem, ctx.tables = problem, tables
-        ctx.boundaries = None if tables is None else SavedBoundaries("chunk_kda", tables.cu_seqlens)
+        ctx.boundaries = None if tables is None else SavedBoundaries.of("chunk_kda", tables)
         ctx.save_for_backward(*x, *kept)
         return o, final
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from graphsafe.errors import error
+from graphsafe.metadata import ChunkTables
 
 __all__ = [
     "SavedBoundaries", "clear_padding", "compute_dtype", "join_columns", "ordered_sum", "padding_rows", "sigmoid",
@@ -76,21 +77,28 @@ def join_columns(parts: Sequence[torch.Tensor | None], widths: tuple[int, ...]) 
 
 
 class SavedBoundaries:
-    """A ``cu_seqlens`` kept for the backward, with the version it had in the forward.
+    """A ``cu_seqlens`` kept for the backward, with the version it had in the forward; and tables made of it.
 
-    It is not kept with ``save_for_backward``, whose own version check raises an untyped error.
+    They are not kept with ``save_for_backward``, whose own version check raises an untyped error.
     """
 
-    def __init__(self, operator: str, cu_seqlens: torch.Tensor) -> None:
+    def __init__(self, operator: str, cu_seqlens: torch.Tensor, **tables: torch.Tensor) -> None:
         self._operator = operator
         self._cu_seqlens = cu_seqlens
         self._version = _version(cu_seqlens)
+        self._tables = [(name, t, _version(t)) for name, t in tables.items()]
+
+    @classmethod
+    def of(cls, operator: str, tables: ChunkTables) -> SavedBoundaries:
+        """The boundaries and the tables that an operator's kernels read again in the backward."""
+        return cls(operator, tables.cu_seqlens, chunk_indices=tables.chunk_indices, chunk_offsets=tables.chunk_offsets)
 
     def get(self) -> torch.Tensor:
-        """The tensor; raises ``metadata-changed`` if it was written to since the forward."""
-        if _version(self._cu_seqlens) != self._version:
-            raise error("metadata-changed", f"cu_seqlens of {self._operator} was written to between its forward and "
-                        "its backward")  # fmt: skip
+        """The boundaries; raises ``metadata-changed`` if they or the tables were written to since the forward."""
+        for name, t, version in (("cu_seqlens", self._cu_seqlens, self._version), *self._tables):
+            if _version(t) != version:
+                raise error("metadata-changed", f"{name} of {self._operator} was written to between its forward and "
+                            "its backward")  # fmt: skip
         return self._cu_seqlens
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 
 from graphsafe.bucket import slot_count
+from graphsafe.contract import check_cu_seqlens
 from graphsafe.errors import error
 from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.launch import PreparedLaunch
@@ -24,6 +25,8 @@ from graphsafe_kernels.policy import TablePolicy, policy_for
 from graphsafe_kernels.tables.kernels import chunk_tables_kernel
 
 __all__ = ["TritonMetadataBuilder", "build_tables", "table_options"]
+
+_DTYPES = (torch.int32, torch.int64)
 
 
 def table_options(policy: TablePolicy, sequences: int, chunk_size: int) -> tuple[dict[str, int], int]:
@@ -62,8 +65,12 @@ def build_tables(cu_seqlens: torch.Tensor, tokens: int, chunk_size: int = 64) ->
 
     ``cu_seqlens``: ``[N + 1]`` int32 or int64, contiguous, non-decreasing from 0, live total at most ``tokens``. The
     result has ``slot_count(tokens, N, chunk_size)`` slots; its tensors have the dtype and device of ``cu_seqlens``.
-    Raises rule ``argument`` for a chunk size below 1 or for ``tokens`` of 2^31 and more.
+    Raises rule ``argument`` for boundaries of another shape, dtype or layout, for a chunk size below 1 and for
+    ``tokens`` of 2^31 and more.
     """
+    if (cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in _DTYPES
+            or not cu_seqlens.is_contiguous()):  # fmt: skip
+        check_cu_seqlens(cu_seqlens, batch=1, device=cu_seqlens.device)
     device, dtype, sequences = cu_seqlens.device, cu_seqlens.dtype, cu_seqlens.shape[0] - 1
     launch, slots = _plan(device, dtype, sequences, tokens, chunk_size)
     indices = cu_seqlens.new_empty((slots, 2))
