@@ -36,7 +36,8 @@ def test_the_broken_rule_is_named_at_its_line(rt, rule, cls, make):
         breaking()
     KEPT.clear()
     problem = caught.value
-    assert problem.rule is RULES[rule], problem
+    if problem.rule is not RULES[rule]:
+        raise AssertionError(f"rule {RULES[rule].id} was expected") from problem
     assert isinstance(problem, cls)
     assert problem.category is RULES[rule].category
     assert (problem.where.file, problem.where.line) == line_of(make), problem
