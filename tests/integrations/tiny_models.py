@@ -1,9 +1,11 @@
-"""Tiny random models of the family, as ``transformers`` builds them."""
+"""Tiny random models of the family, as ``transformers`` builds them, in its own PyTorch code."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -33,9 +35,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def make(name: str, **changes: Any) -> Any:
     """A model in eval mode, every parameter at random."""
     config_class, model_class, arguments = MODELS[name]
-    config = getattr(transformers, config_class)(**{**_SHARED, **arguments, **changes})
+    # A model's module takes GPU kernels of other packages where it can import them, for tensors on a CPU too.
+    with pytest.MonkeyPatch.context() as hidden:
+        for package in ("fla", "causal_conv1d"):
+            hidden.setitem(sys.modules, package, None)
+        config = getattr(transformers, config_class)(**{**_SHARED, **arguments, **changes})
+        make_model = getattr(transformers, model_class)
     torch.manual_seed(sorted(MODELS).index(name))
-    model = getattr(transformers, model_class)(config).eval()
+    model = make_model(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
