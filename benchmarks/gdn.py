@@ -57,9 +57,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "prepare 160": {"prepare_registers": 160},
     "apart": {"overlap": False},
     "uncut": {"span": 0, "reverse_span": 0},
-    "sliced": {"slice_span": 64, "keep_states": True},
-    "sliced 32": {"slice_span": 32, "keep_states": True},
-    "sliced 8": {"slice_span": 8, "keep_states": True},
 }  # fmt: skip
 TOUCHED = {
     "shipped": ("tables", "prepare", "cut", "chain", "reverse", "gradients", "finish"),
@@ -69,11 +66,9 @@ TOUCHED = {
     "prepare 160": ("prepare",),
     "apart": ("prepare",),
     "uncut": ("chain",),
-    "sliced": ("chain", "reverse"),
-    "sliced 32": ("chain", "reverse"),
 }
 """The parts that a variant changes; chain and reverse where nothing is said."""
-WHOLE = ("shipped", "sliced", "sliced 32", "apart", "uncut", "recompute", "keep")
+WHOLE = ("shipped", "apart", "uncut", "recompute", "keep")
 """The variants timed as whole operators."""
 NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0")
 
@@ -234,9 +229,6 @@ def parts(case: Case) -> dict[str, Callable[[], Any]]:
     common = (problem, tables, c, x, full, case.do)
 
     def reverse() -> None:
-        if c.slice_span:
-            launch.sliced(*common, None, w)
-            return
         launch.segment_gradients(*common, None, w)
         launch.chains(*common, None, w, recompute=prepared.states is None)
 

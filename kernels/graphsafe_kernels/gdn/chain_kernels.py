@@ -82,8 +82,7 @@ def reverse_chain(
     cu_seqlens, chunk_offsets, T, NT, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr, SLICED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The reverse chain of one sequence, segment, value head and block of V columns."""
     start, length, slot = locate_sequence(n, cu_seqlens, chunk_offsets, T, NT, PACKED)
@@ -104,7 +103,7 @@ def reverse_chain(
         rest &= chunks // span == segment
         last = tl.maximum(length - 1, 0) // BT // span
         D = segment_gradient(segment, last, n, hv, at, mask & (segment <= last), dfinal_state, dends, transitions,
-                             transitions_tiles, HV, K, V, BK, FINAL, TILES, SEGMENTS, SLICED, PRECISION)  # fmt: skip
+                             transitions_tiles, HV, K, V, BK, FINAL, TILES, SEGMENTS, PRECISION)  # fmt: skip
     if TILES:
         if rest:
             D = reverse_step(
@@ -119,10 +118,6 @@ def reverse_chain(
             dstates, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles, H, HV, K, V, BT, BK,
             BV, True, TILES, TILES, PRECISION,
         )  # fmt: skip
-    if SLICED:
-        if (segment > 0) & (segment <= tl.maximum(length - 1, 0) // BT // span):
-            ends = (n.to(tl.int64) * (SEGMENTS - 1) + segment - 1) * HV + hv
-            tl.store(dends + ends * (K * V) + at, D, mask=mask)
     if INITIAL:
         if segment == 0:
             tl.store(dinitial_state + base + at, D, mask=mask)
@@ -157,23 +152,22 @@ def forward_chain_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "span", "part"])
+@triton.jit(do_not_specialize=["T", "N", "NT", "span"])
 def backward_chains_kernel(
     q, k, v, do, correction, scores, vectors, decay, states, residuals, dstates, dw,
     initial_state, dfinal_state, dinitial_state, ends, transitions, dends,
     q_tiles, k_tiles, v_tiles, do_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles, dstates_tiles,
-    transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span, part,
+    transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
     RECOMPUTE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, STATE_STAGES: tl.constexpr,
-    SEGMENTS: tl.constexpr, SLICED: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    SEGMENTS: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Both chains of the backward in one launch: the reverse chain, and with RECOMPUTE the state chain beside it.
 
     Grid: (RECOMPUTE + 1) programs per sequence, segment, value head and block. Writes dstates (the gradient of the
     state behind each chunk, laid out like states), dw ``[tokens, HV, V]``, dinitial_state, and with RECOMPUTE the
-    states before each chunk and the residuals, as :func:`forward_chain_kernel` does. SLICED: only
-    segment ``part``, after the later ones, whose last launch left the gradient behind it in ``dends``.
+    states before each chunk and the residuals, as :func:`forward_chain_kernel` does.
     """
     follow(OVERLAP)
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
@@ -186,18 +180,14 @@ def backward_chains_kernel(
         task = task // 2
     hv = task % HV
     task = task // HV
-    if SLICED:
-        segment = part
-        n = task
-    else:
-        segment = task % SEGMENTS
-        n = task // SEGMENTS
+    segment = task % SEGMENTS
+    n = task // SEGMENTS
     if state == 0:
         reverse_chain(
             n, segment, hv, i_v, q, k, do, correction, scores, vectors, decay, dw, dstates, dfinal_state,
             dinitial_state, dends, transitions, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles,
             dstates_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, H, HV, K, V, BT, BK, BV, PACKED,
-            INITIAL, FINAL, V_FIRST, TILES, STAGES, SEGMENTS, SLICED, PRECISION,
+            INITIAL, FINAL, V_FIRST, TILES, STAGES, SEGMENTS, PRECISION,
         )  # fmt: skip
     if RECOMPUTE:
         if state == 1:

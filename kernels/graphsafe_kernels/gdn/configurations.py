@@ -59,7 +59,6 @@ class Configuration:
     state_tiles: bool
     span: int  # chunks of a segment in the forward; 0: sequences are not cut
     reverse_span: int  # the same in the backward; 0 or span
-    slice_span: int  # chunks of the earlier of two slices of a backward, or 0; not with reverse_span
     overlap: bool
 
 
@@ -111,9 +110,8 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
     # Three stages hide the latency of a lone chain; two let two programs share a multiprocessor.
     stages = 3 if tiles else 1 if wide else 2
     span = _span(problem.chunks, programs)
-    # A lone sequence of many heads leaves half the multiprocessors to the gradients of its later half.
+    # Two segments of a lone sequence fill the multiprocessors with one chain each: the backward, with two, is not cut.
     lone = span > 0 and 4 * programs > MULTIPROCESSORS
-    slice_span = 0
     # Three preparations share a multiprocessor; four, with a few spills, where that saves most of a second wave.
     preparations = (problem.batch * problem.chunks + problem.sequences - problem.batch) * problem.value_heads
     one_wave = 3 * MULTIPROCESSORS < preparations <= 5 * MULTIPROCESSORS
@@ -141,7 +139,7 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         finish_rows=16,
         # The backward's state chain is free where it fits beside the reverse chain; where it would not, the forward
         # keeps its states: about 0.75 KiB a token and value head at K = V = 128 in bf16.
-        keep_states=2 * programs > MULTIPROCESSORS or slice_span > 0 or (span > 0 and not lone),
+        keep_states=2 * programs > MULTIPROCESSORS or (span > 0 and not lone),
         precision="tf32x3" if capability else "ieee",
         half_inverse=not wide,
         tiles=tiles,
@@ -149,7 +147,6 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         span=span,
         # A backward runs two chains a segment, so it needs twice the room.
         reverse_span=0 if lone else span,
-        slice_span=slice_span,
         overlap=capability >= 90 and AVAILABLE,
     )
 

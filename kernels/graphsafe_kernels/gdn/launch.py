@@ -4,14 +4,13 @@ Requirements
 ------------
 1. Grids and configurations follow from shapes, dtypes and the device alone, never from data.
 2. Forward: 2 launches, 3 where sequences are cut into segments. Backward: the chains, the gradients, and where there
-   are sums over heads or tokens or a projection a third; with segments one more, with slices two more.
+   are sums over heads or tokens or a projection a third; with segments one more.
 3. Everything is allocated here, at each call, by the framework's allocator: inside a capture it belongs to the graph.
 4. Descriptors are used where the device has them and every tile is whole; else the same kernels load by pointers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from dataclasses import dataclass
@@ -150,13 +149,12 @@ def segment_gradients_constants(p: Problem, c: Configuration, packed: bool, fina
             "SEGMENTS": segments(p, c.reverse_span), "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
 
 
-def reverse_constants(p: Problem, c: Configuration, packed: bool, initial: bool, final: bool, recompute: bool,
-                      sliced: bool) -> dict[str, Any]:  # fmt: skip
+def reverse_constants(p: Problem, c: Configuration, packed: bool, initial: bool, final: bool,
+                      recompute: bool) -> dict[str, Any]:  # fmt: skip
     """Compile-time constants of :func:`backward_chains_kernel`."""
     return {**_sizes(p), "BK": c.key_block, "BV": c.reverse_block, "PACKED": packed, "INITIAL": initial, "FINAL": final,
             "V_FIRST": p.state_v_first, "RECOMPUTE": recompute, "TILES": c.tiles, "STAGES": c.reverse_stages,
-            "STATE_STAGES": c.state_stages, "SLICED": sliced,
-            "SEGMENTS": segments(p, c.slice_span if sliced else c.reverse_span), "OVERLAP": c.overlap,
+            "STATE_STAGES": c.state_stages, "SEGMENTS": segments(p, c.reverse_span), "OVERLAP": c.overlap,
             "PRECISION": c.precision}  # fmt: skip
 
 
@@ -335,7 +333,7 @@ class Work(NamedTuple):
 def work(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, states: torch.Tensor) -> Work:
     """The memory of a backward."""
     slots, hv, kw, vw = _slots(problem, tables), problem.value_heads, problem.key_width, problem.value_width
-    cuts = segments(problem, c.slice_span or c.reverse_span) - 1
+    cuts = segments(problem, c.reverse_span) - 1
     return Work(
         torch.empty_like(states),
         x.q.new_empty(problem.sequences, cuts, hv, kw * vw, dtype=torch.float32) if cuts else None,
@@ -368,17 +366,14 @@ def segment_gradients(problem: Problem, tables: ChunkTables | None, c: Configura
 
 
 def chains(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
-           do: torch.Tensor, dfinal_state: torch.Tensor | None, w: Work, *, recompute: bool,
-           part: int | None = None) -> None:  # fmt: skip
-    """Launch the backward's chains: all of them, or slice ``part`` of the reverse one, the last slice first."""
+           do: torch.Tensor, dfinal_state: torch.Tensor | None, w: Work, *, recompute: bool) -> None:  # fmt: skip
+    """Launch the backward's chains."""
     bt, bk, bv, tiles = problem.chunk_size, c.key_block, c.reverse_block, c.tiles
     hv, kw, vw = problem.value_heads, problem.key_width, problem.value_width
     constants = reverse_constants(problem, c, tables is not None, x.initial_state is not None,
-                                  dfinal_state is not None, recompute, part is not None)  # fmt: skip
+                                  dfinal_state is not None, recompute)  # fmt: skip
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
-    programs = (1 + recompute) * problem.sequences * hv * triton.cdiv(vw, bv)
-    if part is None:
-        programs *= constants["SEGMENTS"]
+    programs = (1 + recompute) * problem.sequences * constants["SEGMENTS"] * hv * triton.cdiv(vw, bv)
     launch(
         backward_chains_kernel, programs,
         (x.q, x.k, x.v, do, *prepared[:6], w.dstates, w.dv, x.initial_state, dfinal_state, w.dinitial_state,
@@ -389,57 +384,25 @@ def chains(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Op
         _tile(prepared.states, bk, (bv, bk), tiles), _tile(prepared.residuals, bt, (bv, bt), tiles),
         _tile(w.dstates, bk, (bv, bk), tiles), _tile(prepared.transitions, bk, (bk, bk), tiles), cu_seqlens,
         chunk_offsets),
-        (problem.tokens, problem.sequences, problem.chunks, c.slice_span or c.reverse_span, part or 0), constants,
+        (problem.tokens, problem.sequences, problem.chunks, c.reverse_span), constants,
         _options(c, c.reverse_warps, c.reverse_stages),
     )  # fmt: skip
 
 
 def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
-              do: torch.Tensor, w: Work, first: int = 0, slots: int | None = None) -> None:  # fmt: skip
-    """Launch the parallel half, of all slots or of so many from the first one on. What was dw in dv becomes dv."""
+              do: torch.Tensor, w: Work) -> None:  # fmt: skip
+    """Launch the parallel half. What was dw in dv becomes dv."""
     block = (c.gradient_value_block, c.gradient_key_block)
-    slots = _slots(problem, tables) if slots is None else slots
     launch(
-        gradients_kernel, slots * problem.value_heads,
+        gradients_kernel, _slots(problem, tables) * problem.value_heads,
         (x.q, x.k, do, w.dv, x.g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
          w.dstates, prepared.residuals, w.dq, w.dk, w.dg, w.dbeta, w.gate_sums,
          _tile(prepared.states, c.key_block, block, c.state_tiles),
          _tile(w.dstates, c.key_block, block, c.state_tiles), *_boundaries(tables)),
-        (problem.scale, problem.tokens, problem.sequences, problem.chunks, first),
+        (problem.scale, problem.tokens, problem.sequences, problem.chunks),
         gradients_constants(problem, c, tables is not None, x.dt_bias is not None),
         _options(c, c.gradient_warps, c.gradient_stages),
     )  # fmt: skip
-
-
-@functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """A stream for what runs beside the current one."""
-    return torch.cuda.Stream(device)
-
-
-def sliced(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, prepared: Prepared,
-           do: torch.Tensor, dfinal_state: torch.Tensor | None, w: Work) -> None:  # fmt: skip
-    """One sequence in two slices: the gradients of the later one run beside the chain of the earlier one.
-
-    The streams meet again before this returns, so memory and captures see one stream.
-    """
-    chain = functools.partial(chains, problem, tables, c, x, prepared, do, dfinal_state, w, recompute=False)
-    apart = dataclasses.replace(c, overlap=False)  # these follow launches of two streams
-    rest = functools.partial(gradients, problem, tables, apart, x, prepared, do, w)
-    later = c.slice_span, _slots(problem, tables) - c.slice_span
-    chain(part=1)
-    if x.q.device.type == "cuda":
-        here, beside = torch.cuda.current_stream(), _beside(x.q.device)
-        half = here.record_event()
-        chain(part=0)  # first, so that it finds whole multiprocessors
-        beside.wait_event(half)
-        with torch.cuda.stream(beside):
-            rest(*later)
-        here.wait_stream(beside)
-    else:
-        chain(part=0)
-        rest(*later)
-    rest(0, c.slice_span)
 
 
 def finish(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Operands, w: Work
@@ -469,11 +432,8 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, prepared
     if recompute:
         prepared = prepared._replace(**_state_buffers(problem, tables, c, x.q))
     w = work(problem, tables, c, x, prepared.states)
-    if c.slice_span and not recompute:
-        sliced(problem, tables, c, x, prepared, do, dfinal_state, w)
-    else:
-        segment_gradients(problem, tables, c, x, prepared, do, dfinal_state, w)
-        chains(problem, tables, c, x, prepared, do, dfinal_state, w, recompute=recompute)
-        gradients(problem, tables, c, x, prepared, do, w)
+    segment_gradients(problem, tables, c, x, prepared, do, dfinal_state, w)
+    chains(problem, tables, c, x, prepared, do, dfinal_state, w, recompute=recompute)
+    gradients(problem, tables, c, x, prepared, do, w)
     dq, dk, dA_log, ddt_bias = finish(problem, tables, c, x, w)
     return Gradients(dq, dk, w.dv, w.dg, w.dbeta, dA_log, ddt_bias, w.dinitial_state)

@@ -67,17 +67,17 @@ def value_scores(x, residuals, row, rows, HV: tl.constexpr, V: tl.constexpr, BT:
     return total
 
 
-@triton.jit(do_not_specialize=["scale", "T", "N", "NT", "first_slot"])
+@triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
 def gradients_kernel(
     q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq, dk, dg, dbeta, gate_sums,
     states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale,
-    T, N, NT, first_slot,
+    T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KEY: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
     WHOLE: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per slot from first_slot on and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and
+    """One program per slot and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and
     becomes dv; dq, dk ``[tokens, HV, K]`` are parts, or with WHOLE the gradients themselves; dg, dbeta
     ``[tokens, HV]`` for the raw inputs; gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE. States have V and
     K rounded up to whole blocks."""
@@ -87,7 +87,7 @@ def gradients_kernel(
     KEY_BLOCK: tl.constexpr = KEY if KEY < 128 else 128  # min() is no constant in Triton 3.2
     follow(OVERLAP)
     pid = tl.program_id(0)
-    slot = first_slot + pid // HV
+    slot = pid // HV
     hv = pid % HV
     if PACKED:
         if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:

@@ -63,22 +63,18 @@ def segment_state(segment, n, hv, at, mask, initial_state, ends, transitions, tr
 @triton.jit
 def segment_gradient(segment, last, n, hv, at, mask, dfinal_state, dends, transitions, transitions_tiles,
                      HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, FINAL: tl.constexpr,
-                     TILES: tl.constexpr, SEGMENTS: tl.constexpr, SLICED: tl.constexpr,
-                     PRECISION: tl.constexpr):  # fmt: skip
+                     TILES: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """The transposed gradient of the state behind a segment, where ``mask`` says it is there; ``last``: the sequence's
-    last segment. SLICED: later segments are done, and ``dends`` holds gradients of states."""
+    last segment."""
     own = n.to(tl.int64) * (SEGMENTS - 1) * HV + hv
-    if SLICED:
-        source = dends + (own + tl.minimum(segment, SEGMENTS - 2) * HV) * (K * V)
-    else:
-        source = dends + (own + tl.maximum(last - 1, 0) * HV) * (K * V)
+    source = dends + (own + tl.maximum(last - 1, 0) * HV) * (K * V)
     given = segment < last
     if FINAL:
         if segment == last:
             source = dfinal_state + (n.to(tl.int64) * HV + hv) * (K * V)
             given = segment >= 0
     D = tl.load(source + at, mask=mask & given, other=0.0)
-    if SEGMENTS > 2 and not SLICED:
+    if SEGMENTS > 2:
         for r in tl.range(1, last - segment, num_stages=1):
             t = last - r
             row = ((n * (SEGMENTS - 1) + t) * HV + hv) * (2 * BK) + BK

@@ -19,7 +19,7 @@ from graphsafe_kernels.shipped import Shipped, pointer
 
 __all__ = ["shipped"]
 
-_INTEGERS = ("T", "N", "NT", "span", "part", "first_slot", "slots", "row_programs")
+_INTEGERS = ("T", "N", "NT", "span", "slots", "row_programs")
 _SCALARS = {"scale": "fp32", **dict.fromkeys(_INTEGERS, "i32")}
 _TABLES = {"cu_seqlens": "*i32", "chunk_indices": "*i32", "chunk_offsets": "*i32"}
 
@@ -94,9 +94,8 @@ def _kernels(p: launch.Problem, c: Configuration, dtype: torch.dtype, full: bool
         types = {**common, **token_tiles, **(kept | kept_tiles if save else {}), **cut(c.span)}
         yield entry(launch.forward_chain_kernel, types, constants, c.chain_warps, constants["STAGES"])
     for recompute in (False, True):
-        sliced = c.slice_span > 0 and not recompute
-        constants = launch.reverse_constants(p, c, True, full, full, recompute, sliced)
-        types = {**common, **kept, **token_tiles, **kept_tiles, **cut(c.slice_span if sliced else c.reverse_span)}
+        constants = launch.reverse_constants(p, c, True, full, full, recompute)
+        types = {**common, **kept, **token_tiles, **kept_tiles, **cut(c.reverse_span)}
         yield entry(launch.backward_chains_kernel, types, constants, c.reverse_warps, c.reverse_stages)
     if capability != 80 and not (bt == 32 and capability == 90):
         constants = launch.gradients_constants(p, c, True, full)
