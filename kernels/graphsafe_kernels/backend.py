@@ -63,9 +63,7 @@ passed its tests on a GPU; until it has, the reference serves there.
 
 DEVICES: dict[str, tuple[str, ...]] = {
     "chunk_gated_delta_rule": ("cpu", "cuda"),
-    "fused_kda_gate": ("cpu", "cuda"),
     "fused_recurrent_gated_delta_rule": ("cpu", "cuda"),
-    "fused_recurrent_kda": ("cpu", "cuda"),
     "join_columns": ("cpu", "npu"),
     "split_columns": ("cpu", "npu"),
 }

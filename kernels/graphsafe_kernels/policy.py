@@ -74,6 +74,10 @@ class Policy:
     tables: TablePolicy
     conv: ConvPolicy
 
+    def programs(self, tasks: int) -> int:
+        """The grid of a kernel with that many tasks."""
+        return min(tasks, self.cores) if self.cores else tasks
+
 
 def _ascend(kind: str) -> Policy:
     """910B and 950 alike: what fits the smaller unified buffer of 192 KiB, on 40 vector cores."""

@@ -9,6 +9,11 @@ Requirements
 
 import triton
 import triton.language as tl
+from triton.backends import backends
+
+IN_ORDER: tl.constexpr = tl.constexpr("ascend" in backends)
+"""Whether states are read and written in the order of memory and turned between: on an Ascend an element that lies
+apart takes 32 bytes of the unified buffer."""
 
 
 @triton.jit
@@ -81,6 +86,35 @@ def state_tile(n, hv, i_v, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, B
     """(offsets, mask) of the transposed tile [BV, BK] of a state [N, HV, K, V], or [N, HV, V, K] with V_FIRST."""
     at, mask = state_offsets(i_v, K, V, BK, BV, V_FIRST)
     return (n.to(tl.int64) * HV + hv) * (K * V) + at, mask
+
+
+@triton.jit
+def load_state(pointer, n, hv, i_v, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+               BV: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
+    """The transposed tile [BV, BK] of a state [N, HV, K, V], or [N, HV, V, K] with V_FIRST; zero outside."""
+    if IN_ORDER and not V_FIRST:
+        k = tl.arange(0, BK)
+        v = i_v * BV + tl.arange(0, BV)
+        at = (n.to(tl.int64) * HV + hv) * (K * V) + k[:, None] * V + v[None, :]
+        S = tl.trans(tl.load(pointer + at, mask=(k < K)[:, None] & (v < V)[None, :], other=0.0))
+    else:
+        at, mask = state_tile(n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
+        S = tl.load(pointer + at, mask=mask, other=0.0)
+    return S
+
+
+@triton.jit
+def store_state(pointer, S, n, hv, i_v, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+                BV: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
+    """Write a tile that :func:`load_state` reads."""
+    if IN_ORDER and not V_FIRST:
+        k = tl.arange(0, BK)
+        v = i_v * BV + tl.arange(0, BV)
+        at = (n.to(tl.int64) * HV + hv) * (K * V) + k[:, None] * V + v[None, :]
+        tl.store(pointer + at, tl.trans(S), mask=(k < K)[:, None] & (v < V)[None, :])
+    else:
+        at, mask = state_tile(n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
+        tl.store(pointer + at, S, mask=mask)
 
 
 @triton.jit

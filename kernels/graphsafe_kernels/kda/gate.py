@@ -18,6 +18,7 @@ import torch
 from graphsafe_kernels.kda.backward_kernels import finish_kernel
 from graphsafe_kernels.kda.gate_kernels import gate_backward_kernel, gate_kernel
 from graphsafe_kernels.launch import PreparedLaunch
+from graphsafe_kernels.policy import KINDS, device_kind, policy_for
 from graphsafe_kernels.reference import gate as reference
 from graphsafe_kernels.reference.once import first_order_only
 
@@ -31,10 +32,11 @@ def _power(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def constants(scaled: bool, biased: bool, heads: int, width: int, lower_bound: float | None) -> dict[str, Any]:
-    """Compile-time constants of both gate kernels."""
+def constants(kind: str, scaled: bool, biased: bool, heads: int, width: int,
+              lower_bound: float | None) -> dict[str, Any]:  # fmt: skip
+    """Compile-time constants of both gate kernels on a device of ``kind``."""
     return {"HV": heads, "K": width, "BK": _power(width), "ROWS": _ROWS, "GATE": 1 if lower_bound is None else 2,
-            "SCALED": scaled, "BIAS": biased}  # fmt: skip
+            "SCALED": scaled, "BIAS": biased, "LOOP": KINDS[kind].cores > 0}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
@@ -42,8 +44,8 @@ def _launches(device: torch.device, dtypes: tuple[torch.dtype | None, ...], head
               lower_bound: float | None) -> tuple[PreparedLaunch, PreparedLaunch, PreparedLaunch]:  # fmt: skip
     # the dtypes are looked at for absence alone, but each set of them is a kernel of its own
     _, A_log, dt_bias, _ = dtypes
-    sizes = constants(A_log is not None, dt_bias is not None, heads, width, lower_bound)
-    flags = {name: sizes[name] for name in ("SCALED", "BIAS")}
+    sizes = constants(device_kind(device), A_log is not None, dt_bias is not None, heads, width, lower_bound)
+    flags = {name: sizes[name] for name in ("SCALED", "BIAS", "LOOP")}
     sums = {"H": heads, "HV": heads, "K": width, "BT": _ROWS, "BK": _power(width), "ROWS": 16, "PACKED": False,
             **flags, "PARTS": False, "SUMS": 32}  # fmt: skip
     kernels = ((gate_kernel, sizes), (gate_backward_kernel, sizes), (finish_kernel, sums))
@@ -57,9 +59,10 @@ def _plan(device: torch.device, dtypes: tuple[torch.dtype | None, ...], rows: in
     """The three launches, functions of their kernels' pointers, and the blocks of rows."""
     forward, backward, finish = _launches(device, dtypes, heads, width, lower_bound)
     blocks = -(-rows // _ROWS)
+    programs = policy_for(device).programs
     numbers: tuple[Any, ...] = (lower_bound or 0.0, rows)
-    bind = [launch.bind(device, blocks * heads, numbers) for launch in (forward, backward)]
-    return (*bind, finish.bind(device, heads, (rows, 1, blocks, 0))), blocks
+    bind = [launch.bind(device, programs(blocks * heads), numbers) for launch in (forward, backward)]
+    return (*bind, finish.bind(device, programs(heads), (rows, 1, blocks, 0))), blocks
 
 
 def _key(g: torch.Tensor, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, other: torch.dtype,

@@ -82,15 +82,14 @@ def load_tile(pointer, i, hv, c, mask, HV: tl.constexpr, K: tl.constexpr):
     return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["bound", "rows"])
-def gate_kernel(
-    g, A_log, dt_bias, y, bound, rows, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit
+def gate_task(
+    task, g, A_log, dt_bias, y, bound, rows, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The natural log gate y of its input g, both ``[rows, HV, K]``. One program per ROWS rows and head, heads
-    fastest."""
-    hv = tl.program_id(0) % HV
-    i = (tl.program_id(0) // HV).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """The gate of ROWS rows of a head."""
+    hv = task % HV
+    i = (task // HV).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BK)
     mask = (i < rows)[:, None] & (c < K)[None, :]
     z = load_tile(g, i, hv, c, mask, HV, K)
@@ -106,15 +105,28 @@ def gate_kernel(
 
 
 @triton.jit(do_not_specialize=["bound", "rows"])
-def gate_backward_kernel(
-    g, A_log, dt_bias, dy, dg, scale_sums, bias_sums, bound, rows, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-    ROWS: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+def gate_kernel(
+    g, A_log, dt_bias, y, bound, rows, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+    GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """dg like g from dy, and the gate parameters' sums over each block of rows: scale_sums ``[blocks, HV]``, bias_sums
-    ``[blocks, HV, K]`` fp32. Where dy is zero everything is, whatever g holds."""
+    """The natural log gate y of its input g, both ``[rows, HV, K]``. A task is ROWS rows of a head, heads fastest; a
+    program has one, or with LOOP walks them."""
     pid = tl.program_id(0)
-    hv = pid % HV
-    i = (pid // HV).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if LOOP:
+        for task in tl.range(pid, tl.cdiv(rows, ROWS) * HV, tl.num_programs(0)):
+            gate_task(task, g, A_log, dt_bias, y, bound, rows, HV, K, BK, ROWS, GATE, SCALED, BIAS)
+    else:
+        gate_task(pid, g, A_log, dt_bias, y, bound, rows, HV, K, BK, ROWS, GATE, SCALED, BIAS)
+
+
+@triton.jit
+def gate_backward_task(
+    task, g, A_log, dt_bias, dy, dg, scale_sums, bias_sums, bound, rows, HV: tl.constexpr, K: tl.constexpr,
+    BK: tl.constexpr, ROWS: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """The gate's gradient in ROWS rows of a head, and their part of its parameters' sums."""
+    hv = task % HV
+    i = (task // HV).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BK)
     mask = (i < rows)[:, None] & (c < K)[None, :]
     z = load_tile(g, i, hv, c, mask, HV, K)
@@ -125,6 +137,23 @@ def gate_backward_kernel(
     dx = tl.where(d == 0, 0.0, dx)
     tl.store(dg + (i * HV + hv)[:, None] * K + c[None, :], dx.to(dg.dtype.element_ty), mask=mask)
     if SCALED:
-        tl.store(scale_sums + pid, tl.sum(tl.sum(tl.where(d == 0, 0.0, dA), 1), 0))
+        tl.store(scale_sums + task, tl.sum(tl.sum(tl.where(d == 0, 0.0, dA), 1), 0))
     if BIAS:
-        tl.store(bias_sums + pid.to(tl.int64) * K + c, tl.sum(dx, 0), mask=c < K)
+        tl.store(bias_sums + task.to(tl.int64) * K + c, tl.sum(dx, 0), mask=c < K)
+
+
+@triton.jit(do_not_specialize=["bound", "rows"])
+def gate_backward_kernel(
+    g, A_log, dt_bias, dy, dg, scale_sums, bias_sums, bound, rows, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    ROWS: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """dg like g from dy, and the gate parameters' sums over each block of rows: scale_sums ``[blocks, HV]``, bias_sums
+    ``[blocks, HV, K]`` fp32. Where dy is zero everything is, whatever g holds. Tasks as in :func:`gate_kernel`."""
+    pid = tl.program_id(0)
+    if LOOP:
+        for task in tl.range(pid, tl.cdiv(rows, ROWS) * HV, tl.num_programs(0)):
+            gate_backward_task(task, g, A_log, dt_bias, dy, dg, scale_sums, bias_sums, bound, rows, HV, K, BK, ROWS,
+                               GATE, SCALED, BIAS)  # fmt: skip
+    else:
+        gate_backward_task(pid, g, A_log, dt_bias, dy, dg, scale_sums, bias_sums, bound, rows, HV, K, BK, ROWS, GATE,
+                           SCALED, BIAS)  # fmt: skip

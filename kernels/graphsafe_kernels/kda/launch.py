@@ -333,7 +333,8 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
         finish_kernel, (0 if whole else 2 * row_programs) + (hv if any(sums.values()) else 0),
         (*parts, dq, dk, scale_sums, bias_sums, dA_log, ddt_bias, index[0], index[2], problem.rows, problem.sequences,
          slots, row_programs),
-        {**sizes, **sums, "H": problem.heads, "BK": c.key_block, "ROWS": c.finish_rows, "PARTS": not whole, "SUMS": 32},
+        {**sizes, **sums, "H": problem.heads, "BK": c.key_block, "ROWS": c.finish_rows, "PARTS": not whole, "SUMS": 32,
+         "LOOP": False},
         warps=4,
     )  # fmt: skip
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial_state)

@@ -18,7 +18,7 @@ import torch
 from graphsafe_kernels.delta_rule import DeltaRuleOptions
 from graphsafe_kernels.kda.recurrent_kernels import recurrent_kernel
 from graphsafe_kernels.launch import PreparedLaunch
-from graphsafe_kernels.policy import device_kind
+from graphsafe_kernels.policy import KINDS, device_kind, policy_for
 from graphsafe_kernels.reference import recurrent as reference
 
 __all__ = ["WARPS", "constants", "fused_recurrent_kda"]
@@ -37,10 +37,14 @@ def constants(kind: str, dtypes: tuple[torch.dtype | None, ...], heads: int, val
     A_log, dt_bias, the initial state, cu_seqlens."""
     *_, A_log, dt_bias, initial, cu_seqlens = dtypes
     gate = 0 if not options.gate_in_kernel else 1 if options.lower_bound is None else 2
+    loop = KINDS[kind].cores > 0
+    block = 8 if kind.startswith("sm_") else _power(value)
+    if loop:
+        block = min(block, 8192 // _power(key))  # a state's tile takes 32 KiB of the unified buffer
     return {
-        "H": heads, "HV": value_heads, "K": key, "V": value, "BK": _power(key),
-        "BV": 8 if kind.startswith("sm_") else _power(value), "ROWS": 64, "PACKED": cu_seqlens is not None,
-        "INITIAL": initial is not None, "FINAL": options.output_final_state, "V_FIRST": options.state_v_first,
+        "H": heads, "HV": value_heads, "K": key, "V": value, "BK": _power(key), "BV": block, "ROWS": 64,
+        "LOOP": loop, "PACKED": cu_seqlens is not None, "INITIAL": initial is not None,
+        "FINAL": options.output_final_state, "V_FIRST": options.state_v_first,
         "L2NORM": options.qk_l2norm, "GATE": gate, "SCALED": A_log is not None, "BIAS": dt_bias is not None,
         "SIGMOID": options.beta_scale is not None, "FACTOR": options.beta_scale or 1.0,
     }  # fmt: skip
@@ -60,7 +64,7 @@ def _plan(device: torch.device, dtypes: tuple[torch.dtype | None, ...], q: tuple
     """The launch, a function of the kernel's pointers, for operands of shapes ``q`` and ``v``."""
     launch = _launch(device, dtypes, q[2], v[2], q[3], v[3], options)
     count = q[0] if sequences is None else sequences + 1
-    programs = count * v[2] * -(-v[3] // launch.constants["BV"])
+    programs = policy_for(device).programs(count * v[2] * -(-v[3] // launch.constants["BV"]))
     numbers = (options.scale, options.lower_bound or 0.0, q[1], q[0] if sequences is None else sequences)
     return launch.bind(device, programs, numbers)  # type: ignore[arg-type]
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from graphsafe_kernels.delta.gate_kernels import activated_beta
-from graphsafe_kernels.delta.row_kernels import clear_rows, locate_sequence, state_tile
+from graphsafe_kernels.delta.row_kernels import clear_rows, load_state, locate_sequence, store_state
 from graphsafe_kernels.kda.gate_kernels import gate_factor, log_decay
 
 
@@ -32,37 +32,31 @@ def load_normed(pointer, at, mask, L2NORM: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["scale", "bound", "T", "N"])
-def recurrent_kernel(
-    q, k, v, g, beta, A_log, dt_bias, initial_state, o, final_state, cu_seqlens, scale, bound, T, N,
+@triton.jit
+def clear_behind(o, cu_seqlens, hv, i_v, T, N, HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+                 ROWS: tl.constexpr):  # fmt: skip
+    """Write zero to every row of o behind the last token, in one head and block of columns."""
+    live = tl.load(cu_seqlens + N).to(tl.int32)
+    for first in tl.range(live, T, ROWS):
+        clear_rows(o + hv * V, first, T, HV * V, i_v * BV, V, ROWS, BV)
+
+
+@triton.jit
+def run_sequence(
+    n, hv, i_v, q, k, v, g, beta, A_log, dt_bias, initial_state, o, final_state, cu_seqlens, scale, bound, T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    ROWS: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
-    L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr,
-    FACTOR: tl.constexpr,
+    PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr, L2NORM: tl.constexpr,
+    GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence, value head and block of BV columns, blocks fastest; a packed batch has one sequence
-    more, whose programs clear the padding rows, ROWS at a time. q, k ``[tokens, H, K]``; v, o ``[tokens, HV, V]``; g
-    ``[tokens, HV, K]``; beta ``[tokens, HV]``; A_log ``[HV]``; dt_bias ``[HV, K]``; states ``[N, HV, K, V]`` fp32."""
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    i_v = pid % BLOCKS
-    hv = pid // BLOCKS % HV
-    n = pid // (BLOCKS * HV)
-    if PACKED:
-        if n == N:
-            live = tl.load(cu_seqlens + N).to(tl.int32)
-            for first in tl.range(live, T, ROWS):
-                clear_rows(o + hv * V, first, T, HV * V, i_v * BV, V, ROWS, BV)
-            return
+    """One sequence, value head and block of BV columns."""
     start, length, _ = locate_sequence(n, cu_seqlens, cu_seqlens, T, 0, PACKED)
     hq = hv // (HV // H)
     ik = tl.arange(0, BK)
     iv = i_v * BV + tl.arange(0, BV)
     mk = ik < K
     mv = iv < V
-    place, mask = state_tile(n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
     if INITIAL:
-        S = tl.load(initial_state + place, mask=mask, other=0.0).to(tl.float32)
+        S = load_state(initial_state, n, hv, i_v, HV, K, V, BK, BV, V_FIRST).to(tl.float32)
     else:
         S = tl.zeros([BV, BK], tl.float32)
     factor = gate_factor(A_log, hv, SCALED)
@@ -82,4 +76,46 @@ def recurrent_kernel(
         y = tl.sum(S * qt[None, :], 1) * scale
         tl.store(o + (row * HV + hv) * V + iv, y.to(o.dtype.element_ty), mask=mv)
     if FINAL:
-        tl.store(final_state + place, S, mask=mask)
+        store_state(final_state, S, n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
+
+
+@triton.jit(do_not_specialize=["scale", "bound", "T", "N"])
+def recurrent_kernel(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, o, final_state, cu_seqlens, scale, bound, T, N,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    ROWS: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
+    L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr,
+    FACTOR: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """One task per sequence, value head and block of BV columns, blocks fastest; a packed batch has one sequence more,
+    whose tasks clear the padding rows, ROWS at a time. A program has one task, or with LOOP walks them. q, k
+    ``[tokens, H, K]``; v, o ``[tokens, HV, V]``; g ``[tokens, HV, K]``; beta ``[tokens, HV]``; A_log ``[HV]``; dt_bias
+    ``[HV, K]``; states ``[N, HV, K, V]`` fp32."""
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    if LOOP:
+        sequences = N
+        if PACKED:
+            sequences = N + 1
+        for task in tl.range(pid, sequences * (BLOCKS * HV), tl.num_programs(0)):
+            n = task // (BLOCKS * HV)
+            hv = task // BLOCKS % HV
+            i_v = task % BLOCKS
+            if n < N:
+                run_sequence(n, hv, i_v, q, k, v, g, beta, A_log, dt_bias, initial_state, o, final_state, cu_seqlens,
+                             scale, bound, T, H, HV, K, V, BK, BV, PACKED, INITIAL, FINAL, V_FIRST, L2NORM, GATE,
+                             SCALED, BIAS, SIGMOID, FACTOR)  # fmt: skip
+            else:
+                if PACKED:
+                    clear_behind(o, cu_seqlens, hv, i_v, T, N, HV, V, BV, ROWS)
+    else:
+        i_v = pid % BLOCKS
+        hv = pid // BLOCKS % HV
+        n = pid // (BLOCKS * HV)
+        if PACKED:
+            if n == N:
+                clear_behind(o, cu_seqlens, hv, i_v, T, N, HV, V, BV, ROWS)
+                return
+        run_sequence(n, hv, i_v, q, k, v, g, beta, A_log, dt_bias, initial_state, o, final_state, cu_seqlens, scale,
+                     bound, T, H, HV, K, V, BK, BV, PACKED, INITIAL, FINAL, V_FIRST, L2NORM, GATE, SCALED, BIAS,
+                     SIGMOID, FACTOR)  # fmt: skip

@@ -90,16 +90,19 @@ def token_by_token(kind: str, dtype: torch.dtype, width: int, *, full: bool) -> 
     types |= {"y": "*fp32", "dy": "*fp32", "dg": pointer(dtype), "scale_sums": pointer(state),
               "bias_sums": pointer(state)}  # fmt: skip
     for kernel in (gate_kernel, gate_backward_kernel):
-        sizes = gate.constants(full, full, _HEADS, width, -5.0 if full else None)
+        sizes = gate.constants(kind, full, full, _HEADS, width, -5.0 if full else None)
         yield Shipped(kernel, name, {n: types[n] for n in kernel.arg_names if n in types}, sizes, gate.WARPS)
 
 
 def shipped(policy: Policy) -> Iterator[Shipped]:
     """Every kernel in every configuration that is expected to compile without spills for ``policy``."""
-    if not policy.kind.startswith("sm_"):
+    if policy.kind == "interpreter":
         return
     for dtype, width, full in ((torch.bfloat16, 128, True), (torch.float16, 64, False)):
         yield from token_by_token(policy.kind, dtype, width, full=full)
+    if policy.cores:
+        yield from token_by_token(policy.kind, torch.float32, 256, full=True)
+        return
     for dtype, width, chunk_size, sequences, full in (
         (torch.bfloat16, 128, 64, 1, True),
         (torch.bfloat16, 128, 64, 32, False),
