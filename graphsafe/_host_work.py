@@ -4,7 +4,8 @@ Requirements
 ------------
 1. The functions that do such work are replaced for the time of a capture; each breaks the rule named beside it.
 2. Other threads of the program may go on calling them; autograd's own threads belong to the capture.
-3. What torch.compile calls on its way is named as what it is: a compilation inside the capture.
+3. A function of torch.compile is refused when it is called, whether this version of torch would compile it anew under
+   the guard's modes, run it as it was written, or find it compiled. It is not interrupted: torch would keep its state.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+
+from graphsafe.errors import GraphSafeError
 
 __all__ = ["called_by", "no_host_work"]
 
@@ -49,6 +52,7 @@ _SEEDING = ("manual_seed", "seed", "set_rng_state", "get_rng_state")
 
 def _refused_functions() -> Iterator[tuple[Any, str, str, str]]:
     """(owner, name, rule, text) of functions that work on generators on the host, or where a watch cannot see."""
+    yield torch, "compile", "cold-kernel", "torch.compile is called inside a capture"
     yield threading.Thread, "start", "not-capturable", "a thread is started inside a capture"
     for name in ("collect", "enable"):
         text = f"gc.{name}() inside a capture lets finalizers run between its operators"
@@ -83,9 +87,7 @@ def no_host_work(watch: _Refuses) -> Iterator[None]:
             if here != capturing and any(thread.ident == here for thread in threading.enumerate()):
                 watch.other_threads_drew |= rule in ("rng-state", "host-randomness")
                 return original(*args, **kwargs)
-            if called_by("torch._dynamo", frames=2):
-                watch.refuse("cold-kernel", "torch.compile would compile inside the capture", remedy=_COMPILE_REMEDY)
-            else:
+            if not called_by("torch._dynamo", frames=2):
                 watch.refuse(rule, text)
             return original(*args, **kwargs)
 
@@ -95,12 +97,38 @@ def no_host_work(watch: _Refuses) -> Iterator[None]:
     for owner, name, rule, text, original in replaced:
         setattr(owner, name, refuse(original, rule, text))
     try:
-        yield
+        with _no_compiled_function(watch):
+            yield
     finally:
         for owner, name, _, _, original in replaced:
             setattr(owner, name, original)
 
 
 _COMPILE_REMEDY = (
-    "Leave torch.compile out of the captured body: the guard's modes make it compile anew even after a warm-up."
+    "Leave torch.compile out of the captured body: under the guard's modes it compiles anew even after a warm-up, or in "
+    "some versions of torch, runs the function as it was written."
 )
+
+
+@contextlib.contextmanager
+def _no_compiled_function(watch: _Refuses) -> Iterator[None]:
+    """What torch.compile returned sets a callback around each call: that is where it can be told."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    original = getattr(dynamo, "_maybe_set_eval_frame", None)
+    if original is None:
+        yield
+        return
+
+    def set_callback(callback: Any) -> Any:
+        if callable(callback):
+            try:
+                watch.refuse("cold-kernel", "a function of torch.compile is called", remedy=_COMPILE_REMEDY)
+            except GraphSafeError:  # the watch keeps it for the end of the capture
+                return original(None)
+        return original(callback)
+
+    dynamo._maybe_set_eval_frame = set_callback
+    try:
+        yield
+    finally:
+        dynamo._maybe_set_eval_frame = original

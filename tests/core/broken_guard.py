@@ -71,8 +71,12 @@ def constexpr_that_changes_between_layouts(rt):
 @case("cold-kernel", gs.UnsupportedError)
 def compiled_function(rt):
     x = data(rt, 4)
-    compiled = torch.compile(lambda x: x.sin(), backend="eager")  # BREAKS
-    return lambda: capture(rt, lambda: compiled(x)), lambda: capture(rt, lambda: x.sin())
+    compiled = torch.compile(lambda x: x.sin(), backend="eager")
+
+    def body():
+        return compiled(x)  # BREAKS
+
+    return lambda: capture(rt, body), lambda: capture(rt, lambda: x.sin())
 
 
 @case("cold-kernel", gs.UnsupportedError, devices=ACCELERATORS)
@@ -259,14 +263,16 @@ def replay_inside_its_own_capture(rt):
 @case("tensor-escapes", gs.LifetimeError)
 def tables_cached_by_identity(rt):
     """The cache misses in the capture, as it does in eager, and then keeps what it made (fla 1274)."""
-    cache = {}
+    cache = []
 
     def lengths(cu_seqlens, cached):
         if not cached:
             return cu_seqlens.diff()
-        if id(cu_seqlens) not in cache:
-            cache[id(cu_seqlens)] = cu_seqlens.diff()  # BREAKS
-        return cache[id(cu_seqlens)]
+        known = [made for tensor, made in cache if tensor is cu_seqlens]
+        if not known:
+            known = [cu_seqlens.diff()]  # BREAKS
+            cache.append((cu_seqlens, known[0]))
+        return known[0]
 
     def calls(cached):
         def body(x, cu_seqlens):
