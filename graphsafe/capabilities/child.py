@@ -28,7 +28,6 @@ __all__ = ["found_by"]
 _PLACE = re.compile(r" \(made by (\S+) at [^()]*\)")
 
 
-
 def found_by(runtime_name: str, row: str) -> dict[str, Any]:
     """Run one probe; returns the fields of a row, or the environment."""
     asked = probes().get(row)

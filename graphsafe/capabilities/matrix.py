@@ -108,9 +108,7 @@ class Matrix:
             for row in rows:
                 category = f"{row.rule}: {row.category}" if row.rule else ""
                 text = row.text + (f" {row.explanation}" if row.explanation else "")
-                lines.append(
-                    f"| `{row.name}` | {_cell(row.what)} | {row.result} | {_cell(category)} | {_cell(text)} |"
-                )
+                lines.append(f"| `{row.name}` | {_cell(row.what)} | {row.result} | {_cell(category)} | {_cell(text)} |")
         return "\n".join(lines) + "\n"
 
 

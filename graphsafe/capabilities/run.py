@@ -16,13 +16,9 @@ import difflib
 import fnmatch
 import json
 import os
-import queue
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable
 from typing import IO, Any, cast
 
 from graphsafe.capabilities.matrix import FAILED, SUPPORTED, Matrix, Row
@@ -58,33 +54,27 @@ def capabilities(
     runtime = name if name is not None else get_runtime().name
     if runtime not in known_runtimes():
         get_runtime(runtime)  # raises, with what is known and how to install it
-    width = min(jobs or max((os.cpu_count() or 2) // 2, 1), len(chosen))
     order = {asked.name: place for place, asked in enumerate(chosen)}
-    known = threading.Lock()
-    nurseries: queue.SimpleQueue[_Nursery] = queue.SimpleQueue()
-    with contextlib.ExitStack() as stack:
-        for _ in range(width):
-            nurseries.put(stack.enter_context(contextlib.closing(_Nursery())))
-
-        def one(asked: Probe) -> None:
-            nursery = nurseries.get()
-            try:
-                row = _probe(nursery, runtime, asked, time_limit)
-            finally:
-                nurseries.put(nursery)
-            with known:
+    matrix, early = Matrix(runtime), list[Row]()
+    names = ["environment", *sorted(order, key=_turn)]
+    with contextlib.closing(_ask(runtime, names, time_limit, jobs or max((os.cpu_count() or 2) // 2, 1))) as answers:
+        for answer in answers:
+            if answer["row"] == "environment":
+                matrix.environment = _environment(runtime, answer)
+            else:
+                early.append(_row(chosen[order[answer["row"]]], answer))
+            while matrix.environment and early:
+                row = early.pop(0)
                 matrix.rows.append(row)
                 matrix.rows.sort(key=lambda row: order[row.name])
                 if on_row is not None:
                     on_row(matrix, row)
-
-        first = nurseries.get()
-        matrix = Matrix(runtime, _environment(first, runtime, time_limit))
-        nurseries.put(first)
-        with ThreadPoolExecutor(width) as pool:
-            # the first compile the kernels that the other rows of an operator share
-            list(pool.map(one, sorted(chosen, key=lambda asked: not asked.name.endswith(".packed"))))
     return matrix
+
+
+def _turn(row: str) -> bool:
+    """Rows that compile what other rows share, or much of their own, begin first."""
+    return not (row.endswith(".packed") or row.startswith("layers."))
 
 
 _known: dict[tuple[str, str], Row] = {}
@@ -128,54 +118,47 @@ def selected(patterns: Iterable[str]) -> list[Probe]:
     return [p for n, p in known.items() if not patterns or n in wanted]
 
 
-class _Nursery:
-    """A process that forks one child for each probe."""
-
-    def __init__(self) -> None:
-        environment = {k: v for k, v in os.environ.items() if k not in _SETTINGS}
-        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # probes run side by side
-        environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-        read, write = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "graphsafe.capabilities.nursery", str(write)],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[write], env=environment, text=True,
-        )  # fmt: skip
-        os.close(write)
-        self._input, self._output = cast(IO[str], self._process.stdin), os.fdopen(read, encoding="utf-8")
-
-    def ask(self, runtime: str, row: str, time_limit: float) -> tuple[dict[str, Any] | None, str]:
-        """What a process of its own found, or None and how it ended."""
-        try:
-            self._input.write(json.dumps({"runtime": runtime, "row": row, "time_limit": time_limit}) + "\n")
-            self._input.flush()
-        except BrokenPipeError:
-            return None, "the process that starts probes has ended"
-        answer = self._output.readline()
-        if not answer:
-            return None, "the process that starts probes has ended"
-        told = json.loads(answer)
-        return told.get("found"), told.get("ended", "")
-
-    def close(self) -> None:
-        self._input.close()
-        self._process.wait()
-        self._output.close()
+def _ask(runtime: str, rows: list[str], time_limit: float, jobs: int) -> Generator[dict[str, Any], None, None]:
+    """The answers of :mod:`graphsafe.capabilities.nursery`, in a process of its own, to the end or until closed."""
+    environment = {k: v for k, v in os.environ.items() if k not in _SETTINGS}
+    environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # probes run side by side
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "graphsafe.capabilities.nursery", str(write)],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[write], env=environment, text=True,
+    )  # fmt: skip
+    os.close(write)
+    missing = dict.fromkeys(rows)
+    try:
+        with os.fdopen(read, encoding="utf-8") as told, contextlib.suppress(BrokenPipeError):
+            request = {"runtime": runtime, "rows": rows, "time_limit": time_limit, "jobs": jobs}
+            cast(IO[str], process.stdin).write(json.dumps(request) + "\n")
+            cast(IO[str], process.stdin).flush()
+            for line in told:
+                answer = json.loads(line)
+                del missing[answer["row"]]
+                yield answer
+    finally:
+        process.terminate()
+        process.wait()
+        cast(IO[str], process.stdin).close()
+    for row in missing:
+        yield {"row": row, "seconds": 0.0, "ended": "the process that starts probes has ended"}
 
 
-def _environment(nursery: _Nursery, runtime: str, time_limit: float) -> dict[str, str | None]:
-    found, problem = nursery.ask(runtime, "environment", time_limit)
-    if found is None:
-        raise error("runtime-missing", f"the runtime {runtime!r} cannot be used here: {problem}")
-    told: dict[str, str | None] = found["environment"]
+def _environment(runtime: str, answer: dict[str, Any]) -> dict[str, str | None]:
+    if "found" not in answer:
+        raise error("runtime-missing", f"the runtime {runtime!r} cannot be used here: {answer['ended']}")
+    told: dict[str, str | None] = answer["found"]["environment"]
     return told
 
 
-def _probe(nursery: _Nursery, runtime: str, asked: Probe, time_limit: float) -> Row:
-    begin = time.monotonic()
-    found, problem = nursery.ask(runtime, asked.name, time_limit)
-    seconds = time.monotonic() - begin
-    if found is not None:
-        return Row(asked.name, asked.what, seconds=seconds, **found)
+def _row(asked: Probe, answer: dict[str, Any]) -> Row:
+    seconds = answer["seconds"]
+    if "found" in answer:
+        return Row(asked.name, asked.what, seconds=seconds, **answer["found"])
+    problem = answer["ended"]
     known = explanations_of(problem)
     named = rule(known[0][1].rule if known else "eager-failed")
     meaning = known[0][1].meaning if known else None

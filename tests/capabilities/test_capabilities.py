@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from typer.testing import CliRunner
@@ -85,10 +86,10 @@ def test_a_simulated_device_is_marked(monkeypatch):
 )
 def test_a_process_that_does_not_answer_is_told_by_how_it_ended(monkeypatch, body, says):
     monkeypatch.setattr(child, "found_by", lambda runtime, row: body())
-    begin = time.monotonic()
     hangs = "did not end" in says
-    assert says in nursery.ask("cpu", "a.b", 1.0 if hangs else 50.0)["ended"]
-    assert time.monotonic() - begin < 50
+    (answer,) = nursery.answers("cpu", ["a.b"], 1.0 if hangs else 50.0, jobs=1)
+    assert says in answer["ended"]
+    assert answer["seconds"] < 50
 
 
 def test_what_a_probe_prints_is_not_its_answer(monkeypatch, capfd):
@@ -97,36 +98,111 @@ def test_what_a_probe_prints_is_not_its_answer(monkeypatch, capfd):
         return {"status": "supported", "runtime": runtime, "row": row}
 
     monkeypatch.setattr(child, "found_by", found_by)
-    assert nursery.ask("cpu", "a.b", 30.0) == {"found": {"status": "supported", "runtime": "cpu", "row": "a.b"}}
+    (answer,) = nursery.answers("cpu", ["a.b"], 30.0, jobs=1)
+    assert answer["found"] == {"status": "supported", "runtime": "cpu", "row": "a.b"}
     assert "failed" not in capfd.readouterr().out
 
 
-class _Answers:
-    """A nursery that has the answers already."""
+def test_each_probe_has_a_process_of_its_own_and_as_many_run_at_a_time_as_asked_for(monkeypatch):
+    def found_by(runtime, row):
+        begin = time.monotonic()
+        time.sleep(0.2)
+        return {"process": os.getpid(), "begin": begin, "end": time.monotonic()}
 
-    asked: ClassVar[list[str]] = []
+    monkeypatch.setattr(child, "found_by", found_by)
+    found = [answer["found"] for answer in nursery.answers("cpu", [f"a.{i}" for i in range(7)], 50.0, jobs=3)]
+    assert len({one["process"] for one in found}) == 7
+    together = [sum(other["begin"] < one["end"] and one["begin"] < other["end"] for other in found) for one in found]
+    assert max(together) > 1
+    assert max(sum(other["begin"] <= one["begin"] < other["end"] for other in found) for one in found) <= 3
 
-    def ask(self, runtime, row, time_limit):
-        self.asked.append(row)
-        if row == "environment":
-            return {"environment": {"device": "abacus", "driver": None}}, ""
-        if row == "capture.replay":
-            return {"status": "supported", "text": "2 launches", "simulated": False}, ""
-        if row == "capture.events":
-            return {"status": "unsupported", "text": "no clock", "simulated": False, "rule": "GS106",
-                    "category": "unsupported graph operator"}, ""  # fmt: skip
-        return None, "the process died of SIGABRT: CUDA error: an illegal memory access was encountered"
 
-    def close(self):
-        pass
+def test_a_crash_leaves_the_other_rows_alone(monkeypatch):
+    monkeypatch.setattr(child, "found_by", lambda runtime, row: os.abort() if row == "a.bad" else {"status": row})
+    found = {a["row"]: a for a in nursery.answers("cpu", ["a.one", "a.bad", "a.two"], 50.0, jobs=2)}
+    assert "died of SIGABRT" in found["a.bad"]["ended"]
+    assert [found[row]["found"]["status"] for row in ("a.one", "a.two")] == ["a.one", "a.two"]
+
+
+def _gone(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_no_child_outlives_who_asked_nor_what_it_started(monkeypatch, tmp_path):
+    note = tmp_path / "processes"
+
+    def found_by(runtime, row):
+        started = subprocess.Popen(["sleep", "600"])
+        with note.open("a") as file:
+            file.write(f"{os.getpid()} {started.pid}\n")
+        if row == "a.waits":
+            time.sleep(600)
+        return {}
+
+    monkeypatch.setattr(child, "found_by", found_by)
+    with contextlib.closing(nursery.answers("cpu", ["a.ends", "a.waits"], 600.0, jobs=2)) as answered:
+        assert next(answered)["row"] == "a.ends"
+        end = time.monotonic() + 50
+        while len(note.read_text().split()) < 4 and time.monotonic() < end:
+            time.sleep(0.02)
+    processes = [int(word) for word in note.read_text().split()]
+    assert len(processes) == 4
+    while not all(map(_gone, processes)) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert [p for p in processes if not _gone(p)] == []
+
+
+@pytest.mark.parametrize("runtime", ["cpu", "cuda"])
+def test_what_is_imported_before_the_fork_starts_no_device_and_no_thread(runtime):
+    """A process that has asked a driver for its devices cannot fork children that use them."""
+    program = f"""
+import gc, os, sys, threading, torch
+asked, threads = [], len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 0
+for name in ("is_available", "device_count", "init", "_lazy_init", "current_device", "get_device_properties"):
+    setattr(torch.cuda, name, lambda *args, name=name: asked.append(name))
+from graphsafe.capabilities import nursery
+nursery.preload({runtime!r})
+assert asked == [], asked
+assert not threads or len(os.listdir("/proc/self/task")) == threads
+assert threading.enumerate() == [threading.main_thread()]
+assert gc.get_freeze_count()
+adapters = [m for m in sys.modules if m.split(".")[0] in ("graphsafe_cpu", "graphsafe_cuda", "graphsafe_npu")]
+assert adapters == [], adapters
+assert ("graphsafe_kernels.probe_kernels" in sys.modules) == ({runtime!r} != "cpu")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def fake_answers(asked):
+    """Answers of the process that probes, as they would come."""
+
+    def ask(runtime, rows, time_limit, jobs):
+        for row in rows:
+            asked.append(row)
+            told = {"ended": "the process died of SIGABRT: CUDA error: an illegal memory access was encountered"}
+            if row == "environment":
+                told = {"found": {"environment": {"device": "abacus", "driver": None}}}
+            elif row == "capture.replay":
+                told = {"found": {"status": "supported", "text": "2 launches", "simulated": False}}
+            elif row == "capture.events":
+                told = {"found": {"status": "unsupported", "text": "no clock", "simulated": False, "rule": "GS106",
+                                  "category": "unsupported graph operator"}}  # fmt: skip
+            yield {"row": row, "seconds": 1.0, **told}
+
+    return ask
 
 
 @pytest.fixture
 def answers(monkeypatch):
-    monkeypatch.setattr(run, "_Nursery", _Answers)
+    asked = []
+    monkeypatch.setattr(run, "_ask", fake_answers(asked))
     monkeypatch.setattr(run, "_known", {})
-    monkeypatch.setattr(_Answers, "asked", [])
-    return _Answers.asked
+    return asked
 
 
 def test_a_crash_is_a_failed_row_with_category_text_and_explanation(answers):
@@ -164,9 +240,33 @@ def test_a_row_that_does_not_exist_is_refused_before_anything_is_probed(answers)
 
 
 def test_rows_that_compile_what_others_share_come_first_and_the_matrix_keeps_its_order(answers):
-    found = gs.capabilities("cpu", rows=["capture.replay", "chunk_kda.packed", "capture.events"], jobs=1)
-    assert answers == ["environment", "chunk_kda.packed", "capture.replay", "capture.events"]
-    assert [row.name for row in found] == ["capture.replay", "capture.events", "chunk_kda.packed"]
+    rows = ["capture.replay", "chunk_kda.packed", "layers.GatedDeltaNet", "capture.events"]
+    found = gs.capabilities("cpu", rows=rows, jobs=1)
+    assert answers == ["environment", "chunk_kda.packed", "layers.GatedDeltaNet", "capture.replay", "capture.events"]
+    assert [row.name for row in found] == [
+        "capture.replay", "capture.events", "chunk_kda.packed", "layers.GatedDeltaNet",
+    ]  # fmt: skip
+
+
+def test_rows_that_come_before_the_environment_wait_for_it(monkeypatch):
+    def ask(runtime, rows, time_limit, jobs):
+        told = list(fake_answers([])(runtime, rows, time_limit, jobs))
+        yield from (*told[1:], told[0])
+
+    monkeypatch.setattr(run, "_ask", ask)
+    seen = []
+    gs.capabilities("cpu", rows=["capture"], on_row=lambda matrix, row: seen.append(matrix.environment["device"]))
+    assert set(seen) == {"abacus"}
+
+
+def test_a_runtime_that_does_not_start_is_told_by_its_environment(monkeypatch):
+    def ask(runtime, rows, time_limit, jobs):
+        yield {"row": "environment", "seconds": 1.0, "ended": "the process died of SIGSEGV"}
+        pytest.fail("nothing is probed after that")
+
+    monkeypatch.setattr(run, "_ask", ask)
+    with pytest.raises(gs.RuntimeMissingError, match="SIGSEGV"):
+        gs.capabilities("cpu")
 
 
 def test_an_unknown_runtime_is_refused(answers):

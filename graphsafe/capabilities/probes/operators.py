@@ -278,8 +278,6 @@ for _name, _operator in OPERATORS.items():
         probe(f"{_name}.{_row_name}", _option.what)(_row(_name, _option))
 
 
-
-
 @probe("operators.fused_kda_gate", "the gate by itself, forward and backward")
 def _gate(rt: Any) -> None:
     from graphsafe_kernels.kda import fused_kda_gate
