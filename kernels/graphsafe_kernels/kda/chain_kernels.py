@@ -207,7 +207,7 @@ def reverse_chain(
         end = tl.minimum(end, first + span)
         inner, _ = state_offsets(i_v, K, V, BK, BV, V_FIRST)
         D = segment_gradient(segment, last, n, hv, inner, mask, dfinal_state, dends, transitions, transitions_tiles, HV,
-                             K, V, BK, FINAL, TILES, SEGMENTS, False, PRECISION)  # fmt: skip
+                             K, V, BK, FINAL, TILES, SEGMENTS, PRECISION)  # fmt: skip
     else:
         if FINAL:
             D = tl.load(dfinal_state + place, mask=mask, other=0.0).to(tl.float32)
