@@ -105,8 +105,8 @@ def no_host_work(watch: _Refuses) -> Iterator[None]:
 
 
 _COMPILE_REMEDY = (
-    "Leave torch.compile out of the captured body: under the guard's modes it compiles anew even after a warm-up, or in "
-    "some versions of torch, runs the function as it was written."
+    "Leave torch.compile out of the captured body: under the guard's modes it compiles anew even after a warm-up, "
+    "or in some versions of torch runs the function as it was written."
 )
 
 
