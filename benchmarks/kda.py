@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import triton
 
-from graphsafe_kernels import backend
 from graphsafe_kernels.delta_rule import make_options
 from graphsafe_kernels.kda import autograd, launch, op
 from graphsafe_kernels.policy import device_kind
@@ -335,7 +334,6 @@ def main() -> None:
             Path(args.json).write_text(json.dumps(records, indent=1))
 
     chosen = variants(args.vary)
-    backend.TRITON["chunk_kda"] = autograd.__name__
     gates = [name == "safe" for name in args.gates.split(",")]
     all_heads = args.heads or [32]
     shapes = [tuple(map(int, s.split("x"))) for s in args.shape or SHAPES]

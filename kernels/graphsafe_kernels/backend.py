@@ -47,6 +47,7 @@ TRITON: dict[str, str] = {
     "build_tables": "graphsafe_kernels.tables",
     "causal_conv1d": "graphsafe_kernels.conv.autograd",
     "chunk_gated_delta_rule": "graphsafe_kernels.gdn.autograd",
+    "chunk_kda": "graphsafe_kernels.kda.autograd",
     "clear_padding": "graphsafe_kernels.layers.clear",
     "fused_kda_gate": "graphsafe_kernels.kda.gate",
     "fused_recurrent_gated_delta_rule": "graphsafe_kernels.gdn.recurrent",
@@ -55,14 +56,11 @@ TRITON: dict[str, str] = {
     "rms_norm": "graphsafe_kernels.norm.autograd",
     "split_columns": "graphsafe_kernels.layers.split",
 }
-"""Operator -> module of its Triton implementation, for the operators whose kernels serve by default.
-
-KDA's chunk kernels (``kda.autograd``) are complete and tested in the interpreter, but their present version has not
-passed its tests on a GPU; until it has, the reference serves there.
-"""
+"""Operator -> module of its Triton implementation, for the operators whose kernels serve by default."""
 
 DEVICES: dict[str, tuple[str, ...]] = {
     "chunk_gated_delta_rule": ("cpu", "cuda"),
+    "chunk_kda": ("cpu", "cuda"),
     "fused_recurrent_gated_delta_rule": ("cpu", "cuda"),
     "join_columns": ("cpu", "npu"),
     "split_columns": ("cpu", "npu"),

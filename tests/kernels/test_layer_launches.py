@@ -47,10 +47,8 @@ class Work(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch):
     """All kernels, whether or not they serve by default."""
-    for operator in ("join_columns", "split_columns"):
+    for operator in ("chunk_gated_delta_rule", "chunk_kda", "join_columns", "split_columns"):
         monkeypatch.delitem(backend.DEVICES, operator)
-    monkeypatch.setitem(backend.TRITON, "chunk_gated_delta_rule", "graphsafe_kernels.gdn.autograd")
-    monkeypatch.setitem(backend.TRITON, "chunk_kda", "graphsafe_kernels.kda.autograd")
     backend._load.cache_clear()
     yield
     backend._load.cache_clear()

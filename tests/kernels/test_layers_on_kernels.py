@@ -25,10 +25,8 @@ TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch):
     """All kernels, whether or not they serve by default."""
-    for operator in ("join_columns", "split_columns"):
+    for operator in ("chunk_gated_delta_rule", "chunk_kda", "join_columns", "split_columns"):
         monkeypatch.delitem(backend.DEVICES, operator)
-    monkeypatch.setitem(backend.TRITON, "chunk_gated_delta_rule", "graphsafe_kernels.gdn.autograd")
-    monkeypatch.setitem(backend.TRITON, "chunk_kda", "graphsafe_kernels.kda.autograd")
     backend._load.cache_clear()
     yield
     backend._load.cache_clear()
