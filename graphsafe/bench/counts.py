@@ -4,6 +4,8 @@ Requirements
 ------------
 1. Host launches are the device operations that the host issues; device kernels are those that run. On an NVIDIA GPU
    both come from torch's profiler; elsewhere from a capture of the same call, whose graph knows its own operations.
+   A range that somebody named on the device (an optimizer's step) is no operation. A profiler that saw nothing of the
+   device counted nothing: that is said, and no zero is.
 2. Peak bytes are what the call holds above what was held before it. Where the device's allocator keeps a peak it is
    asked; on a CPU every storage born in the call is followed until it dies. Both are exact.
 """
@@ -20,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphsafe._storage import StorageRef, key_of
 from graphsafe.bench.modes import Prepared, reason_of
+from graphsafe.errors import error
 from graphsafe.tree import tensors
 
 __all__ = ["Launches", "launches_of", "peak_bytes"]
@@ -79,10 +82,11 @@ def _profiled(call: Callable[[], Any], runtime: Any) -> Launches:
         call()
         runtime.synchronize()
     events = record.events() or []
-    device = [e for e in events if e.device_type == DeviceType.CUDA]
+    device = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    if not device:
+        raise error("unsupported", "torch's profiler saw nothing of the device")
     host = [e for e in events if e.device_type == DeviceType.CPU and e.name.startswith(_HOST_CALLS)]
-    busy = sum(float(e.device_time) for e in device)
-    return Launches(len(host), len(device), busy)
+    return Launches(len(host), len(device), sum(float(e.time_range.elapsed_us()) for e in device))
 
 
 def peak_bytes(call: Callable[[], Any], runtime: Any) -> int:

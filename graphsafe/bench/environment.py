@@ -22,7 +22,7 @@ import torch
 import graphsafe
 from graphsafe.bench.timing import Protocol
 
-__all__ = ["COMPARABLE", "CPU_NOTE", "environment", "incomparable"]
+__all__ = ["COMPARABLE", "CPU_NOTE", "environment", "incomparable", "not_resumable"]
 
 _COMMIT_VARIABLE = "GRAPHSAFE_COMMIT"
 
@@ -45,7 +45,7 @@ def environment(runtime: Any, protocol: Protocol, distributions: Iterable[str] =
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "runtime": runtime.name,
         "device": _device(runtime),
-        "driver": _driver(runtime),
+        "driver": runtime.environment().get("driver"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": versions.pop("triton"),
@@ -62,9 +62,17 @@ def environment(runtime: Any, protocol: Protocol, distributions: Iterable[str] =
 
 def incomparable(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """``field: this against that`` for each field in which two runs differ so that their times cannot be compared."""
-    return [
-        f"{name}: {one.get(name)} against {other.get(name)}" for name in COMPARABLE if one.get(name) != other.get(name)
-    ]
+    return _differing(one, other, COMPARABLE)
+
+
+def not_resumable(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The same, for two parts of one report: the commit and the providers' libraries have to be the same too."""
+    mine, theirs = one["packages"], other["packages"]
+    return [*_differing(one, other, (*COMPARABLE, "commit")), *_differing(mine, theirs, mine.keys() & theirs.keys())]
+
+
+def _differing(one: dict[str, Any], other: dict[str, Any], names: Iterable[str]) -> list[str]:
+    return [f"{name}: {one.get(name)} against {other.get(name)}" for name in names if one.get(name) != other.get(name)]
 
 
 def _version(distribution: str) -> str | None:
@@ -96,13 +104,6 @@ def _processor() -> str:
         return platform.processor() or "CPU"
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else "CPU"
-
-
-def _driver(runtime: Any) -> str | None:
-    if runtime.device.type != "cuda":
-        return None
-    asked = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return None if asked is None else asked.splitlines()[0].strip()
 
 
 def _commit() -> str | None:

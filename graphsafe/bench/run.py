@@ -5,7 +5,8 @@ Requirements
 1. A case's providers are prepared together and their arms timed in the same interleaved rounds.
 2. What is wrong is not timed. What fails or is refused is a row with its reason, and the run goes on.
 3. Each result is written to the journal when it is known. A run that was interrupted resumes from it, under the same
-   conditions only; the same cases then give the same report as an uninterrupted run.
+   conditions only; the same cases then give the same report as an uninterrupted run, its floors formed of one
+   measurement of the device.
 4. Interruption (Ctrl-C) leaves graphs closed and the results so far in the report.
 """
 
@@ -23,7 +24,7 @@ import torch
 from graphsafe.bench.cases import Case
 from graphsafe.bench.checks import Check, check, oracle_rows
 from graphsafe.bench.counts import launches_of, peak_bytes
-from graphsafe.bench.environment import environment, incomparable
+from graphsafe.bench.environment import environment, not_resumable
 from graphsafe.bench.figures import break_even, figures
 from graphsafe.bench.floors import device_peaks, floor_us, work_of
 from graphsafe.bench.modes import Prepared, prepare, reason_of
@@ -72,8 +73,8 @@ class Bench:
     def run(self) -> dict[str, Any]:
         """Measure every case and return the report; after an interruption, of what was measured."""
         known = self._resumed() if self.resume else {}
+        self.environment["peaks"] = self.environment["peaks"] or device_peaks(self.runtime)
         self._start_journal(known)
-        self.environment["peaks"] = device_peaks(self.runtime)
         self._flush = cache_flush(self.runtime.device)
         for number, case in enumerate(self.cases):
             missing = [p for p in self.providers if (case.key, p) not in known]
@@ -152,7 +153,10 @@ class Bench:
     def _oracle(self, workload: Workload) -> Tensors:
         # fp64 exists on CPUs and NVIDIA GPUs; other devices' results are compared on the host
         device = self.runtime.device if self.runtime.device.type in ("cpu", "cuda") else torch.device("cpu")
-        return oracle_rows(workload, workload.oracle(workload.batch(0), device))
+        found = oracle_rows(workload, workload.oracle(workload.batch(0), device))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # tens of gigabytes for long batches, which a capture could not take back
+        return found
 
     def _prepare(self, workload: Workload, name: str, result: dict[str, Any], into: dict[str, Prepared]) -> None:
         try:
@@ -229,8 +233,8 @@ class Bench:
         complete = [json.loads(line) for line in lines if line.endswith("\n")]  # a killed run may leave half a line
         if not complete:
             return {}
-        differing = incomparable(self.environment, complete[0]["environment"])
-        differing += [] if complete[0]["environment"]["commit"] == self.environment["commit"] else ["another commit"]
+        stored = complete[0]["environment"]
+        differing = not_resumable(self.environment, stored)
         if differing:
             raise error(
                 "argument",
@@ -238,6 +242,7 @@ class Bench:
                 why="One report would mix two conditions.",
                 remedy="Run again without --resume.",
             )
+        self.environment["peaks"] = stored["peaks"]
         return {(r["key"], r["provider"]): r for r in complete[1:]}
 
 

@@ -4,7 +4,8 @@ Requirements
 ------------
 1. Exit code 0: everything measured is right and nothing became slower; 1: a result is wrong or failed, or a regression
    was found; 2: the command cannot be run as asked; 130: interrupted.
-2. Progress and notes go to stderr, tables or JSON to stdout, report and journal to the output folder.
+2. Progress and notes go to stderr, tables or JSON to stdout, report and journal to the output folder. Progress is a bar
+   on a terminal, else a line as each case begins.
 """
 
 from __future__ import annotations
@@ -144,11 +145,17 @@ def _bench(
 
 def _run(run: Bench, *, quiet: bool) -> dict[str, Any]:
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
+    console = Console(stderr=True)
+    drawn = console.is_terminal and not quiet
+    with Progress(*columns, console=console, disable=not drawn, transient=True) as progress:
         task = progress.add_task("", total=len(run.cases))
+        begun: set[int] = set()
 
         def show(done: int, total: int, label: str, stage: str) -> None:
             progress.update(task, completed=done, description=escape(f"{label}: {stage}"))
+            if not drawn and not quiet and done not in begun:
+                begun.add(done)
+                typer.echo(f"{done + 1}/{total} {label}", err=True)
 
         run.progress = show
         with _ended_by_sigterm():

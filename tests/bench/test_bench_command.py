@@ -50,6 +50,7 @@ def test_a_run_writes_its_files_and_prints_its_tables() -> None:
         "On a CPU these times",
     ):
         assert text in done.output
+    assert "1/1 tables 256x2, fwd" in done.stderr.splitlines()  # no terminal: a line as each case begins
     report = json.loads(Path("there/report.json").read_text())
     assert report["complete"] is True
     assert report["results"][0]["case"]["group"] == "mine"

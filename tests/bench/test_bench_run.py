@@ -210,6 +210,31 @@ def test_a_run_is_not_resumed_under_other_conditions(tmp_path: Path) -> None:
     bench(journal=journal, resume=False, protocol=Protocol(samples=4)).run()
 
 
+def test_a_run_is_not_resumed_with_other_libraries(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.jsonl"
+    first = bench(journal=journal)
+    first.environment["packages"] = {"flash-linear-attention": "0.5.0"}
+    first.run()
+    again = bench(journal=journal, resume=True)
+    again.environment["packages"] = {"flash-linear-attention": "0.6.0", "causal-conv1d": "1.6.0"}
+    with pytest.raises(ArgumentError, match=r"flash-linear-attention: 0\.6\.0 against 0\.5\.0"):
+        again.run()
+
+
+def test_floors_of_a_resumed_run_are_formed_of_the_first_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds = iter([1e12, 2e12])
+    monkeypatch.setattr(run_module, "device_peaks", lambda rt: {"bytes_per_s": 4e12, "flop_per_s": next(speeds)})
+    journal = tmp_path / "journal.jsonl"
+    case = small(dtype="bfloat16")
+    first = bench(case, journal=journal).run()
+    again = bench(case, small(dtype="bfloat16", fill=1.0), journal=journal, resume=True).run()
+    assert again["environment"]["peaks"] == first["environment"]["peaks"] == {"bytes_per_s": 4e12, "flop_per_s": 1e12}
+    ratio = [r["floor"]["us"] / sum(w["flop"] for w in r["floor"]["directions"]) for r in again["results"]]
+    assert ratio[0] == pytest.approx(ratio[1])
+
+
 def test_a_run_leaves_no_graph_behind() -> None:
     import gc
 
