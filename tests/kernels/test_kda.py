@@ -98,12 +98,19 @@ def live(b, out):
     return {name: t[:, : b.total] if per_token(name) and b.cu is not None else t for name, t in out.items()}
 
 
-def assert_close(want, got, dtype):
-    """Relative rms by name; NaN never passes."""
+def assert_close(want, got, dtype, k=None):
+    """Relative rms by name; NaN never passes.
+
+    k: also allow dg one rounding of the products that it is what is left of. A token's dg is a difference of sums that
+    hold k dk, which outlive it where the gates forget everything: its rounding is theirs, 2^-24 in fp32.
+    """
     assert want.keys() == got.keys()
-    error = {n: ((w - got[n].double()).norm() / (w.norm() + 1e-8)).item() for n, w in want.items()}
     outputs, gradients = TOLERANCE[dtype]
-    assert all(e <= (gradients if n.startswith("d") else outputs) for n, e in error.items()), error
+    allowed = {n: (gradients if n.startswith("d") else outputs) * (w.norm().item() + 1e-8) for n, w in want.items()}
+    if k is not None:
+        allowed["dg"] += 2.0**-24 * (k.double() * want["dk"]).norm().item()
+    share = {n: (w - got[n].double()).norm().item() / allowed[n] for n, w in want.items()}
+    assert all(s <= 1 for s in share.values()), ", ".join(f"{n} {s:.2f} of {allowed[n]:.1e}" for n, s in share.items())
 
 
 def assert_same(a, b):
@@ -141,7 +148,8 @@ def test_values_and_padding(device, name):
     if not options.get("use_qk_l2norm_in_kernel"):
         b.q, b.k = (torch.nn.functional.normalize(x, dim=-1) for x in (b.q, b.k))
     got = run(b, **options)
-    assert_close(run(b, dtype=torch.float64, **options), live(b, got), torch.float32)
+    k = b.k if b.cu is None else b.k[:, : b.total]
+    assert_close(run(b, dtype=torch.float64, **options), live(b, got), torch.float32, k)
     for key, t in got.items():
         if per_token(key) and b.cu is not None:
             assert (t[:, b.total :] == 0).all(), key
