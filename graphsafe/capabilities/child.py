@@ -3,7 +3,7 @@
 Requirements
 ------------
 1. An error becomes a status: what a rule refuses is ``unsupported``, all else ``failed``, with category and text.
-2. A row that is no probe (``environment``) tells versions, device and driver.
+2. A row that is no probe (``environment``) tells versions, device and driver, or why the runtime cannot be used.
 """
 
 from __future__ import annotations
@@ -29,9 +29,14 @@ _PLACE = re.compile(r" \(made by (\S+) at [^()]*\)")
 
 
 def found_by(runtime_name: str, row: str) -> dict[str, Any]:
-    """Run one probe; returns the fields of a row, or the environment."""
+    """Run one probe; returns the fields of a row, or the environment (``missing``: why there is none)."""
     asked = probes().get(row)
-    runtime: Any = get_runtime(runtime_name)
+    try:
+        runtime: Any = get_runtime(runtime_name)
+    except GraphSafeError as problem:
+        if asked is not None:
+            raise
+        return {"missing": problem.what, "remedy": problem.remedy}
     simulated = bool(getattr(runtime, "simulated", False))
     if asked is None:
         return {"environment": _environment(runtime), "simulated": simulated}

@@ -167,6 +167,7 @@ def main(told: int) -> None:
     with open(told, "w", encoding="utf-8") as out, contextlib.closing(answers(**request)) as answered:
         for answer in answered:
             print(json.dumps(answer), file=out, flush=True)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

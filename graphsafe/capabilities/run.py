@@ -140,7 +140,8 @@ def _ask(runtime: str, rows: list[str], time_limit: float, jobs: int) -> Generat
                 del missing[answer["row"]]
                 yield answer
     finally:
-        process.terminate()
+        if missing:
+            process.terminate()
         process.wait()
         cast(IO[str], process.stdin).close()
     for row in missing:
@@ -150,7 +151,10 @@ def _ask(runtime: str, rows: list[str], time_limit: float, jobs: int) -> Generat
 def _environment(runtime: str, answer: dict[str, Any]) -> dict[str, str | None]:
     if "found" not in answer:
         raise error("runtime-missing", f"the runtime {runtime!r} cannot be used here: {answer['ended']}")
-    told: dict[str, str | None] = answer["found"]["environment"]
+    found = answer["found"]
+    if "missing" in found:
+        raise error("runtime-missing", found["missing"], remedy=found["remedy"])
+    told: dict[str, str | None] = found["environment"]
     return told
 
 

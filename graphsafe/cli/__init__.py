@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphsafe.errors import GraphSafeError
+
 __all__ = ["main"]
 
 
 def main() -> None:
-    """Entry point of the console script. A typed error is printed as it is and ends with code 2."""
+    """Entry point of the console script. A typed error is printed and ends with code 2."""
     import sys
 
     from graphsafe.cli.app import app
@@ -15,5 +20,14 @@ def main() -> None:
     try:
         app()
     except GraphSafeError as problem:
-        print(f"graphsafe: {problem}", file=sys.stderr)
+        print(f"graphsafe: {_said(problem)}", file=sys.stderr)
         sys.exit(2)
+
+
+def _said(problem: GraphSafeError) -> str:
+    """An error as it is; where what was typed is wrong, without the lines that speak of the command's own source."""
+    from pathlib import Path
+
+    if problem.where is None or Path(problem.where.file).parent != Path(__file__).parent:
+        return str(problem)
+    return problem.what if problem.remedy == problem.rule.remedy else f"{problem.what}\n{problem.remedy}"

@@ -275,6 +275,17 @@ def test_an_unknown_runtime_is_refused(answers):
     assert answers == []
 
 
+def test_a_runtime_that_is_not_here_says_what_it_lacks(monkeypatch):
+    def ask(runtime, rows, time_limit, jobs):
+        yield {"row": "environment", "seconds": 1.0, "found": child.found_by("abacus", "environment")}
+
+    monkeypatch.setattr(run, "_ask", ask)
+    with pytest.raises(gs.RuntimeMissingError) as caught:
+        gs.capabilities("cuda", rows=["capture"])
+    assert caught.value.what.startswith("no runtime 'abacus'; known: cpu")
+    assert caught.value.remedy
+
+
 # Forms.
 
 

@@ -50,6 +50,25 @@ def test_an_unknown_device_is_refused_with_what_is_known():
     assert done.stdout == ""
 
 
+def test_what_was_typed_wrong_is_said_without_the_commands_own_source():
+    done = run("lint", "model")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "graphsafe: target 'model': MODULE:NAME is needed, pkg.mod:fn for example\n"
+    done = run("doctor", "--rows", "capture.repaly")
+    assert done.stderr.splitlines() == [
+        "graphsafe: no row 'capture.repaly'",
+        "Perhaps capture.replay, capture.recovery, capture.shared-pool; graphsafe doctor --list shows all.",
+    ]
+
+
+def test_an_error_of_the_users_own_code_has_its_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text("def fails():\n    return [][1]\n")
+    done = run("lint", "model:fails")
+    assert done.returncode == 2
+    assert f"where:  {tmp_path / 'model.py'}:2 in fails" in done.stderr
+
+
 def test_price_totals_what_it_lists():
     done = run("price", "--bucket", "4096x32", "--heads", "32", "--json")
     priced = json.loads(done.stdout)
