@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch):
     """All kernels, whether or not they serve by default."""
-    for operator in ("chunk_gated_delta_rule", "chunk_kda", "join_columns", "split_columns"):
+    for operator in ("chunk_gated_delta_rule", "chunk_kda"):
         monkeypatch.delitem(backend.DEVICES, operator)
     backend._load.cache_clear()
     yield

@@ -71,7 +71,7 @@ def test_every_operator_hears_of_graph_mode(case, monkeypatch):
     layer = make_layer(case)
     seen = {}
     chunk = {"gdn": "gated_deltanet.chunk_gated_delta_rule", "kda": "kda.chunk_kda"}[case]
-    for path in (chunk, "short_convolution.causal_conv1d"):
+    for path in (chunk, "convolve.causal_conv1d"):
         module, name = path.split(".")
         operator = getattr(importlib.import_module(f"graphsafe_kernels.layers.{module}"), name)
 

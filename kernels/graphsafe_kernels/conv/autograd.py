@@ -42,7 +42,8 @@ class _CausalConv1d(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, initial_state)
         ctx.boundaries = None if tables is None else SavedBoundaries.of("causal_conv1d", tables)
         ctx.residual = None if residual is None else residual.dtype
-        return launch.forward(x, weight, bias, residual, initial_state, *options)
+        (y,), final = launch.forward(x, weight, bias, residual, initial_state, *options)
+        return y, final
 
     @staticmethod
     @first_order_only("causal_conv1d")
@@ -53,7 +54,7 @@ class _CausalConv1d(torch.autograd.Function):
         dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if dy is None else _adjacent(dy)
         dfinal = None if dfinal is None else dfinal.contiguous()
         residual = ctx.residual if ctx.needs_input_grad[3] else None
-        g = launch.backward(dy, dfinal, x, weight, bias, residual, initial_state, ctx.activate, ctx.tables)
+        g = launch.backward([dy], dfinal, x, weight, bias, residual, initial_state, ctx.activate, ctx.tables)
         dresidual = g.residual if g.residual is not None or residual is None else dy.to(residual)
         return g.x, g.weight, g.bias, dresidual, g.initial_state, None
 
@@ -95,4 +96,5 @@ def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         node: Any = _CausalConv1d.apply
         result: tuple[torch.Tensor, torch.Tensor | None] = node(*operands, (output_final_state, activate, tables))
         return result
-    return launch.forward(*operands, output_final_state, activate, tables)
+    (y,), final = launch.forward(*operands, output_final_state, activate, tables)
+    return y, final

@@ -4,9 +4,12 @@ Requirements
 ------------
 1. A program walks down the rows of a slot with the last W - 1 inputs and pre-activation gradients in registers: x and
    dy are read once, but for W - 1 rows on either side, the activation is computed again, dx is written once.
-2. Tasks are numbered as in the forward, with the initial state's gradient as state tasks.
+2. Tasks are numbered as in the forward, with the initial state's gradient as state tasks. dy comes in the forward's
+   parts; dx is written where it belongs in a wider matrix, or by itself.
 3. dweight and dbias: a live slot writes one fp32 partial, which does not depend on how much padding there is.
 """
+
+# ruff: noqa: SIM108 - a compile-time if is not a choice of values
 
 import triton
 import triton.language as tl
@@ -19,8 +22,10 @@ from graphsafe_kernels.conv.rows import (
     load_rows,
     load_taps,
     locate,
+    part_of,
     pick,
     reciprocal,
+    select_part,
     sentinel_rows,
     shared_block_rows,
     store,
@@ -57,22 +62,22 @@ def _backward_turn(t, rows, end, to_end, xp, dyp, dxp, drp, dhp, channel, offset
                    k0, k1, k2, k3, k4, k5, k6, k7, x1, x2, x3, x4, x5, x6, x7, d1, d2, d3, d4, d5, d6, d7,
                    a0, a1, a2, a3, a4, a5, a6, a7, total, e0, e1, e2, e3, e4, e5, e6, e7,
                    g0, g1, g2, g3, g4, g5, g6, g7,
-                   D: tl.constexpr, W: tl.constexpr, U: tl.constexpr, X_ROW: tl.constexpr, DY_ROW: tl.constexpr,
-                   SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_DFINAL: tl.constexpr,
-                   EVEN: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr):
+                   C, DY_ROW, D: tl.constexpr, W: tl.constexpr, U: tl.constexpr, X_ROW: tl.constexpr,
+                   DX_ROW: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+                   HAS_DFINAL: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr):
     """Rows t .. t + U - 1 of dz, and dx of the rows W - 1 before them; loads the next U rows first.
 
     ``rows``: the slot's; ``end``: also the rows behind it whose dz its dx needs; ``to_end``: rows from the slot's
     first to its sequence's end.
     """
-    n0, n1, n2, n3, n4, n5, n6, n7 = load_rows(xp, t + U, end, channel, X_ROW, D, U, EVEN, MASKED)
-    m0, m1, m2, m3, m4, m5, m6, m7 = load_rows(dyp, t + U, end, channel, DY_ROW, D, U, EVEN, MASKED)
-    q = dxp + t * D
+    n0, n1, n2, n3, n4, n5, n6, n7 = load_rows(xp, t + U, end, channel, X_ROW, C, U, EVEN, MASKED)
+    m0, m1, m2, m3, m4, m5, m6, m7 = load_rows(dyp, t + U, end, channel, DY_ROW, C, U, EVEN, MASKED)
+    q = dxp + t * DX_ROW
     for u in tl.static_range(U):
         x0 = pick(u, e0, e1, e2, e3, e4, e5, e6, e7).to(tl.float32)
         dy = pick(u, g0, g1, g2, g3, g4, g5, g6, g7)
         if HAS_RESIDUAL:
-            store(drp + t * D + u * D + channel, dy, t + u < rows, channel, D, EVEN, MASKED)
+            store(drp + t * D + u * D + channel, dy, t + u < rows, channel, C, EVEN, MASKED)
         z = offset
         if SILU:
             z = combine(offset, W, k0, k1, k2, k3, k4, k5, k6, k7, x0, x1, x2, x3, x4, x5, x6, x7)
@@ -106,11 +111,11 @@ def _backward_turn(t, rows, end, to_end, xp, dyp, dxp, drp, dhp, channel, offset
                 # a sequence's last W rows are its final state
                 slot = r + W - to_end
                 p = dhp + channel * W + slot
-                dx += load(p, inside & (slot >= 0), channel, D, EVEN, True).to(tl.float32)
+                dx += load(p, inside & (slot >= 0), channel, C, EVEN, True).to(tl.float32)
         if MASKED or u < W - 1:
-            store(q + channel + (u - (W - 1)) * D, dx, inside, channel, D, EVEN, True)
+            store(q + channel + (u - (W - 1)) * DX_ROW, dx, inside, channel, C, EVEN, True)
         else:
-            store(q + channel + (u - (W - 1)) * D, dx, inside, channel, D, EVEN, False)
+            store(q + channel + (u - (W - 1)) * DX_ROW, dx, inside, channel, C, EVEN, False)
         x7 = x6
         x6 = x5
         x5 = x4
@@ -130,31 +135,37 @@ def _backward_turn(t, rows, end, to_end, xp, dyp, dxp, drp, dhp, channel, offset
 
 
 @triton.jit
-def _store_partial(p, j: tl.constexpr, v, channel, D: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr):
+def _store_partial(p, j: tl.constexpr, v, channel, C, D: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr):
     if j < W:
-        store(p + j * D + channel, v, True, channel, D, EVEN, False)
+        store(p + j * D + channel, v, True, channel, C, EVEN, False)
 
 
 @triton.jit
-def _backward_slot(task, x, weight, bias, dy, dfinal, initial_state, dx, dresidual, partials, cu_seqlens,
+def _backward_slot(task, x, weight, bias, dy0, dy1, dy2, dfinal, initial_state, dx, dresidual, partials, cu_seqlens,
                    chunk_indices, chunk_offsets, tokens, sequences, chunks, x_batch, dy_batch,
-                   D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, U: tl.constexpr,
-                   X_ROW: tl.constexpr, DY_ROW: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
-                   HAS_RESIDUAL: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_DFINAL: tl.constexpr,
-                   PACKED: tl.constexpr, PTX: tl.constexpr, FAST: tl.constexpr):
+                   D: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, W: tl.constexpr,
+                   BT: tl.constexpr, BD: tl.constexpr, U: tl.constexpr, X_ROW: tl.constexpr, DY_ROW0: tl.constexpr,
+                   DX_ROW: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+                   HAS_INITIAL: tl.constexpr, HAS_DFINAL: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr,
+                   FAST: tl.constexpr):
     """dx (and dresidual) of a slot and BD channels with its partial of dweight and dbias, or the clearing of padding.
 
     ``partials`` ``[slots, W + 1, D]`` fp32: dweight by age, then dbias.
     """
-    EVEN: tl.constexpr = D % BD == 0
-    BLOCKS: tl.constexpr = (D + BD - 1) // BD
+    EVEN: tl.constexpr = P0 % BD + P1 % BD + P2 % BD == 0
+    BLOCKS: tl.constexpr = (P0 + BD - 1) // BD + (P1 + BD - 1) // BD + (P2 + BD - 1) // BD
     slot = task // BLOCKS
-    channel = (task % BLOCKS) * BD + tl.arange(0, BD)
+    first_channel, C, place = part_of(task % BLOCKS, BD, P0, P1, P2)
+    dy = select_part(task % BLOCKS, dy0, dy1, dy2, BD, P0, P1)
+    channel = place + tl.arange(0, BD)
+    DY_ROW = C
+    if P1 == 0:
+        DY_ROW = DY_ROW0
     sequence, chunk, start, length = locate(slot, cu_seqlens, chunk_indices, tokens, chunks, PACKED)
     if sequence >= 0:
         # z and the taps over -ln 2, dz times -ln 2, so that their products are right: see _pre_activation_gradient
         SCALE: tl.constexpr = -1.4426950408889634 if SILU else 1.0
-        k0, k1, k2, k3, k4, k5, k6, k7 = load_taps(weight, channel, D, W, EVEN)
+        k0, k1, k2, k3, k4, k5, k6, k7 = load_taps(weight + first_channel * W, channel, C, W, EVEN)
         k0 *= SCALE
         k1 *= SCALE
         k2 *= SCALE
@@ -166,30 +177,32 @@ def _backward_slot(task, x, weight, bias, dy, dfinal, initial_state, dx, dresidu
         zero = channel.to(tl.float32) * 0.0
         offset = zero
         if HAS_BIAS:
-            offset = load(bias + channel, True, channel, D, EVEN, False).to(tl.float32) * SCALE
+            offset = load(bias + first_channel + channel, True, channel, C, EVEN, False).to(tl.float32) * SCALE
         position = chunk * BT
         to_end = length - position
         rows = tl.minimum(to_end, BT)
         end = tl.minimum(to_end, BT + W - 1)
         if PACKED:
-            xp = x + (start + position) * X_ROW
+            xp = x + ((start + position) * X_ROW + first_channel)
+        else:
+            xp = x + (sequence.to(tl.int64) * x_batch + position.to(tl.int64) * X_ROW + first_channel)
+        if PACKED or P1 > 0:
             dyp = dy + (start + position) * DY_ROW
         else:
-            xp = x + (sequence.to(tl.int64) * x_batch + position.to(tl.int64) * X_ROW)
             dyp = dy + (sequence.to(tl.int64) * dy_batch + position.to(tl.int64) * DY_ROW)
-        dxp = dx + (start + position) * D
+        dxp = dx + ((start + position) * DX_ROW + first_channel)
         drp = dxp
         if HAS_RESIDUAL:
-            drp = dresidual + (start + position) * D
+            drp = dresidual + ((start + position) * D + first_channel)
         sp = xp
         if HAS_INITIAL:
-            sp = initial_state + sequence.to(tl.int64) * (D * W)
+            sp = initial_state + (sequence.to(tl.int64) * (D * W) + first_channel * W)
         dhp = xp
         if HAS_DFINAL:
-            dhp = dfinal + sequence.to(tl.int64) * (D * W)
-        x1, x2, x3, x4, x5, x6, x7 = load_history(xp, sp, position, channel, X_ROW, D, W, EVEN, HAS_INITIAL)
-        e0, e1, e2, e3, e4, e5, e6, e7 = load_rows(xp, 0, end, channel, X_ROW, D, U, EVEN, True)
-        g0, g1, g2, g3, g4, g5, g6, g7 = load_rows(dyp, 0, end, channel, DY_ROW, D, U, EVEN, True)
+            dhp = dfinal + (sequence.to(tl.int64) * (D * W) + first_channel * W)
+        x1, x2, x3, x4, x5, x6, x7 = load_history(xp, sp, position, channel, X_ROW, C, W, EVEN, HAS_INITIAL)
+        e0, e1, e2, e3, e4, e5, e6, e7 = load_rows(xp, 0, end, channel, X_ROW, C, U, EVEN, True)
+        g0, g1, g2, g3, g4, g5, g6, g7 = load_rows(dyp, 0, end, channel, DY_ROW, C, U, EVEN, True)
         d1 = zero
         d2 = zero
         d3 = zero
@@ -220,51 +233,58 @@ def _backward_slot(task, x, weight, bias, dy, dfinal, initial_state, dx, dresidu
                     k0, k1, k2, k3, k4, k5, k6, k7, x1, x2, x3, x4, x5, x6, x7, d1, d2, d3, d4, d5, d6, d7,
                     a0, a1, a2, a3, a4, a5, a6, a7, total, e0, e1, e2, e3, e4, e5, e6, e7,
                     g0, g1, g2, g3, g4, g5, g6, g7,
-                    D, W, U, X_ROW, DY_ROW, SILU, HAS_BIAS, HAS_RESIDUAL, HAS_DFINAL, EVEN, PTX, False)
+                    C, DY_ROW, D, W, U, X_ROW, DX_ROW, SILU, HAS_BIAS, HAS_RESIDUAL, HAS_DFINAL, EVEN, PTX, False)
         for t in range(whole, rows + W - 1, U):
             (x1, x2, x3, x4, x5, x6, x7, d1, d2, d3, d4, d5, d6, d7, a0, a1, a2, a3, a4, a5, a6, a7, total,
              e0, e1, e2, e3, e4, e5, e6, e7, g0, g1, g2, g3, g4, g5, g6, g7) = _backward_turn(
                 t, rows, end, to_end, xp, dyp, dxp, drp, dhp, channel, offset,
                 k0, k1, k2, k3, k4, k5, k6, k7, x1, x2, x3, x4, x5, x6, x7, d1, d2, d3, d4, d5, d6, d7,
                 a0, a1, a2, a3, a4, a5, a6, a7, total, e0, e1, e2, e3, e4, e5, e6, e7, g0, g1, g2, g3, g4, g5, g6, g7,
-                D, W, U, X_ROW, DY_ROW, SILU, HAS_BIAS, HAS_RESIDUAL, HAS_DFINAL, EVEN, PTX, True)
-        p = partials + slot.to(tl.int64) * ((W + 1) * D)
-        _store_partial(p, 0, a0 * SCALE, channel, D, W, EVEN)
-        _store_partial(p, 1, a1 * SCALE, channel, D, W, EVEN)
-        _store_partial(p, 2, a2 * SCALE, channel, D, W, EVEN)
-        _store_partial(p, 3, a3 * SCALE, channel, D, W, EVEN)
-        _store_partial(p, 4, a4 * SCALE, channel, D, W, EVEN)
-        _store_partial(p, 5, a5 * SCALE, channel, D, W, EVEN)
-        _store_partial(p, 6, a6 * SCALE, channel, D, W, EVEN)
-        _store_partial(p, 7, a7 * SCALE, channel, D, W, EVEN)
+                C, DY_ROW, D, W, U, X_ROW, DX_ROW, SILU, HAS_BIAS, HAS_RESIDUAL, HAS_DFINAL, EVEN, PTX, True)
+        p = partials + (slot.to(tl.int64) * ((W + 1) * D) + first_channel)
+        _store_partial(p, 0, a0 * SCALE, channel, C, D, W, EVEN)
+        _store_partial(p, 1, a1 * SCALE, channel, C, D, W, EVEN)
+        _store_partial(p, 2, a2 * SCALE, channel, C, D, W, EVEN)
+        _store_partial(p, 3, a3 * SCALE, channel, C, D, W, EVEN)
+        _store_partial(p, 4, a4 * SCALE, channel, C, D, W, EVEN)
+        _store_partial(p, 5, a5 * SCALE, channel, C, D, W, EVEN)
+        _store_partial(p, 6, a6 * SCALE, channel, C, D, W, EVEN)
+        _store_partial(p, 7, a7 * SCALE, channel, C, D, W, EVEN)
         if HAS_BIAS:
-            store(p + W * D + channel, total * SCALE, True, channel, D, EVEN, False)
+            store(p + W * D + channel, total * SCALE, True, channel, C, EVEN, False)
         if PACKED:
             first, stop = shared_block_rows(cu_seqlens, tokens, sequences, start + position + rows, BT)
-            clear_rows(dx, first, stop, channel, D, EVEN)
+            clear_rows(dx + first_channel, first, stop, channel, DX_ROW, C, EVEN)
             if HAS_RESIDUAL:
-                clear_rows(dresidual, first, stop, channel, D, EVEN)
+                clear_rows(dresidual + first_channel, first, stop, channel, D, C, EVEN)
     else:
         if PACKED:
             first, stop = sentinel_rows(slot, 0, cu_seqlens, chunk_offsets, tokens, sequences, BT, BT)
-            clear_rows(dx, first, stop, channel, D, EVEN)
+            clear_rows(dx + first_channel, first, stop, channel, DX_ROW, C, EVEN)
             if HAS_RESIDUAL:
-                clear_rows(dresidual, first, stop, channel, D, EVEN)
+                clear_rows(dresidual + first_channel, first, stop, channel, D, C, EVEN)
 
 
 @triton.jit
-def _initial_state_gradient(task, x, weight, bias, dy, dfinal, initial_state, dinitial, cu_seqlens, tokens, x_batch,
-                            dy_batch, D: tl.constexpr, W: tl.constexpr, BS: tl.constexpr, WP: tl.constexpr,
-                            X_ROW: tl.constexpr, DY_ROW: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
+def _initial_state_gradient(task, x, weight, bias, dy0, dy1, dy2, dfinal, initial_state, dinitial, cu_seqlens, tokens,
+                            x_batch, dy_batch, D: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
+                            W: tl.constexpr, BS: tl.constexpr, WP: tl.constexpr, X_ROW: tl.constexpr,
+                            DY_ROW0: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
                             HAS_DFINAL: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr):
     """d initial_state of one sequence and BS channels, from dz of its first W - 1 rows, made here anew.
 
     Slot s is X(s - W): row t reads it with tap s - 1 - t, and a sequence shorter than W hands it on as slot s - L.
     """
-    BLOCKS: tl.constexpr = (D + BS - 1) // BS
+    BLOCKS: tl.constexpr = (P0 + BS - 1) // BS + (P1 + BS - 1) // BS + (P2 + BS - 1) // BS
     sequence = (task // BLOCKS).to(tl.int64)
-    channel = (task % BLOCKS) * BS + tl.arange(0, BS)
+    first_channel, C, place = part_of(task % BLOCKS, BS, P0, P1, P2)
+    dy = select_part(task % BLOCKS, dy0, dy1, dy2, BS, P0, P1)
+    inner = place + tl.arange(0, BS)
+    channel = first_channel + inner
     tap = tl.arange(0, WP)
+    DY_ROW = C
+    if P1 == 0:
+        DY_ROW = DY_ROW0
     if PACKED:
         start = tl.load(cu_seqlens + sequence).to(tl.int64)
         length = tl.load(cu_seqlens + sequence + 1).to(tl.int64) - start
@@ -273,8 +293,11 @@ def _initial_state_gradient(task, x, weight, bias, dy, dfinal, initial_state, di
     else:
         length = tokens.to(tl.int64)
         xp = x + sequence * x_batch
-        dyp = dy + sequence * dy_batch
-    held = channel < D
+        if P1 > 0:
+            dyp = dy + sequence * length * DY_ROW
+        else:
+            dyp = dy + sequence * dy_batch
+    held = inner < C
     keep = held[:, None] & (tap < W)[None, :]
     taps = channel[:, None] * W + tap[None, :]
     state = sequence * (D * W) + taps
@@ -287,7 +310,7 @@ def _initial_state_gradient(task, x, weight, bias, dy, dfinal, initial_state, di
         offset = tl.load(bias + channel, mask=held, other=0.0).to(tl.float32)
     for t in range(0, W - 1):
         live = t < length
-        g = tl.load(dyp + t * DY_ROW + channel, mask=held & live, other=0.0).to(tl.float32)
+        g = tl.load(dyp + t * DY_ROW + inner, mask=held & live, other=0.0).to(tl.float32)
         if SILU:
             position = tap + (t - W + 1)
             rows = keep & live & (position >= 0)[None, :]
@@ -302,41 +325,47 @@ def _initial_state_gradient(task, x, weight, bias, dy, dfinal, initial_state, di
 
 
 @triton.jit
-def _backward_task(task, x, weight, bias, dy, dfinal, initial_state, dx, dresidual, dinitial, partials, cu_seqlens,
-                   chunk_indices, chunk_offsets, tokens, sequences, chunks, x_batch, dy_batch, slot_tasks,
-                   D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                   BS: tl.constexpr, U: tl.constexpr, X_ROW: tl.constexpr, DY_ROW: tl.constexpr, SILU: tl.constexpr,
+def _backward_task(task, x, weight, bias, dy0, dy1, dy2, dfinal, initial_state, dx, dresidual, dinitial, partials,
+                   cu_seqlens, chunk_indices, chunk_offsets, tokens, sequences, chunks, x_batch, dy_batch, slot_tasks,
+                   D: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, W: tl.constexpr,
+                   WP: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, U: tl.constexpr,
+                   X_ROW: tl.constexpr, DY_ROW: tl.constexpr, DX_ROW: tl.constexpr, SILU: tl.constexpr,
                    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_INITIAL: tl.constexpr,
                    HAS_DFINAL: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr, FAST: tl.constexpr):
     if task < slot_tasks:
-        _backward_slot(task, x, weight, bias, dy, dfinal, initial_state, dx, dresidual, partials, cu_seqlens,
-                       chunk_indices, chunk_offsets, tokens, sequences, chunks, x_batch, dy_batch, D, W, BT, BD, U,
-                       X_ROW, DY_ROW, SILU, HAS_BIAS, HAS_RESIDUAL, HAS_INITIAL, HAS_DFINAL, PACKED, PTX, FAST)
+        _backward_slot(task, x, weight, bias, dy0, dy1, dy2, dfinal, initial_state, dx, dresidual, partials, cu_seqlens,
+                       chunk_indices, chunk_offsets, tokens, sequences, chunks, x_batch, dy_batch, D, P0, P1, P2, W, BT,
+                       BD, U, X_ROW, DY_ROW, DX_ROW, SILU, HAS_BIAS, HAS_RESIDUAL, HAS_INITIAL, HAS_DFINAL, PACKED, PTX,
+                       FAST)
     else:
         if HAS_INITIAL:
-            _initial_state_gradient(task - slot_tasks, x, weight, bias, dy, dfinal, initial_state, dinitial,
-                                    cu_seqlens, tokens, x_batch, dy_batch, D, W, BS, WP, X_ROW, DY_ROW, SILU,
-                                    HAS_BIAS, HAS_DFINAL, PACKED, PTX)
+            _initial_state_gradient(task - slot_tasks, x, weight, bias, dy0, dy1, dy2, dfinal, initial_state, dinitial,
+                                    cu_seqlens, tokens, x_batch, dy_batch, D, P0, P1, P2, W, BS, WP, X_ROW, DY_ROW,
+                                    SILU, HAS_BIAS, HAS_DFINAL, PACKED, PTX)
 
 
 @triton.jit(do_not_specialize=["tokens", "sequences", "chunks", "x_batch", "dy_batch", "slot_tasks", "tasks"])
-def conv_backward_kernel(x, weight, bias, dy, dfinal, initial_state, dx, dresidual, dinitial, partials, cu_seqlens,
-                         chunk_indices, chunk_offsets, tokens, sequences, chunks, x_batch, dy_batch, slot_tasks, tasks,
-                         D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-                         BS: tl.constexpr, U: tl.constexpr, X_ROW: tl.constexpr, DY_ROW: tl.constexpr,
+def conv_backward_kernel(x, weight, bias, dy0, dy1, dy2, dfinal, initial_state, dx, dresidual, dinitial, partials,
+                         cu_seqlens, chunk_indices, chunk_offsets, tokens, sequences, chunks, x_batch, dy_batch,
+                         slot_tasks, tasks, D: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
+                         W: tl.constexpr, WP: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
+                         U: tl.constexpr, X_ROW: tl.constexpr, DY_ROW: tl.constexpr, DX_ROW: tl.constexpr,
                          SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
                          HAS_INITIAL: tl.constexpr, HAS_DFINAL: tl.constexpr, PACKED: tl.constexpr,
                          PTX: tl.constexpr, FAST: tl.constexpr, LOOP: tl.constexpr):
-    """dx, dresidual, d initial_state and the partials of dweight and dbias. Sizes as in the forward."""
+    """dx, dresidual, d initial_state and the partials of dweight and dbias. Sizes as in the forward.
+
+    Rows of dx are DX_ROW apart, all of a dense batch's too. Parts of dy are contiguous; DY_ROW is that of a single one.
+    """
     pid = tl.program_id(0)
     if LOOP:
         for task in range(pid, tasks, tl.num_programs(0)):
-            _backward_task(task, x, weight, bias, dy, dfinal, initial_state, dx, dresidual, dinitial, partials,
-                           cu_seqlens, chunk_indices, chunk_offsets, tokens, sequences, chunks, x_batch, dy_batch,
-                           slot_tasks, D, W, WP, BT, BD, BS, U, X_ROW, DY_ROW, SILU, HAS_BIAS, HAS_RESIDUAL,
-                           HAS_INITIAL, HAS_DFINAL, PACKED, PTX, FAST)
+            _backward_task(task, x, weight, bias, dy0, dy1, dy2, dfinal, initial_state, dx, dresidual, dinitial,
+                           partials, cu_seqlens, chunk_indices, chunk_offsets, tokens, sequences, chunks, x_batch,
+                           dy_batch, slot_tasks, D, P0, P1, P2, W, WP, BT, BD, BS, U, X_ROW, DY_ROW, DX_ROW, SILU,
+                           HAS_BIAS, HAS_RESIDUAL, HAS_INITIAL, HAS_DFINAL, PACKED, PTX, FAST)
     else:
-        _backward_task(pid, x, weight, bias, dy, dfinal, initial_state, dx, dresidual, dinitial, partials,
+        _backward_task(pid, x, weight, bias, dy0, dy1, dy2, dfinal, initial_state, dx, dresidual, dinitial, partials,
                        cu_seqlens, chunk_indices, chunk_offsets, tokens, sequences, chunks, x_batch, dy_batch,
-                       slot_tasks, D, W, WP, BT, BD, BS, U, X_ROW, DY_ROW, SILU, HAS_BIAS, HAS_RESIDUAL,
-                       HAS_INITIAL, HAS_DFINAL, PACKED, PTX, FAST)
+                       slot_tasks, D, P0, P1, P2, W, WP, BT, BD, BS, U, X_ROW, DY_ROW, DX_ROW, SILU, HAS_BIAS,
+                       HAS_RESIDUAL, HAS_INITIAL, HAS_DFINAL, PACKED, PTX, FAST)

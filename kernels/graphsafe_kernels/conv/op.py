@@ -20,7 +20,7 @@ from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.backend import resolve
 from graphsafe_kernels.providers.choice import selectable
 
-__all__ = ["causal_conv1d"]
+__all__ = ["causal_conv1d", "check_operands"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ACTIVATIONS = (None, "silu", "swish")
@@ -82,14 +82,8 @@ def causal_conv1d(
         raise error("argument", f"chunk_size is {chunk_size!r}; a whole number of tokens, at least 1, is needed")
     if max_num_seqs is not None and type(max_num_seqs) is not int:
         raise error("argument", f"max_num_seqs is {max_num_seqs!r}; a whole number of sequences is needed")
-    operands = (x, weight, bias, residual, initial_state, cu_seqlens, chunk_indices, chunk_offsets)
-    signature = (_signature(operands), max_num_seqs, chunk_size)
-    if signature not in _checked:
-        _check(*operands, max_num_seqs, chunk_size)
-        if len(_checked) >= _MOST_CHECKED:
-            _checked.clear()
-        if signature[0] is not None:
-            _checked.add(signature)
+    check_operands(x, weight, bias, residual, initial_state, cu_seqlens, chunk_indices, chunk_offsets, max_num_seqs,
+                   chunk_size)
 
     tables = None
     if chunk_indices is not None and chunk_offsets is not None and cu_seqlens is not None:
@@ -104,6 +98,21 @@ def causal_conv1d(
     return y if flat is x else y.reshape(x.shape), final_state
 
 
+def check_operands(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+                   initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+                   chunk_indices: torch.Tensor | None, chunk_offsets: torch.Tensor | None, max_num_seqs: int | None,
+                   chunk_size: int) -> None:
+    """What is wrong with the shapes, dtypes, devices or layouts of a call is refused; each set of them is seen once."""
+    operands = (x, weight, bias, residual, initial_state, cu_seqlens, chunk_indices, chunk_offsets)
+    signature = (_signature(operands), max_num_seqs, chunk_size)
+    if signature not in _checked:
+        _check(*operands, max_num_seqs, chunk_size)
+        if len(_checked) >= _MOST_CHECKED:
+            _checked.clear()
+        if signature[0] is not None:
+            _checked.add(signature)
+
+
 def _signature(operands: tuple[torch.Tensor | None, ...]) -> tuple[object, ...] | None:
     """All that the checks look at; None where an operand is no dense tensor, which is never among the checked."""
     try:
@@ -115,7 +124,6 @@ def _signature(operands: tuple[torch.Tensor | None, ...]) -> tuple[object, ...] 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
            initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, chunk_indices: torch.Tensor | None,
            chunk_offsets: torch.Tensor | None, max_num_seqs: int | None, chunk_size: int) -> None:
-    """Everything that depends on shapes, dtypes, devices and layouts: done once for each set of them."""
     check_tensor("x", x, dtypes=_DTYPES)
     check_tensor("weight", weight, shape=(None, None), dtypes=_DTYPES, device=x.device)
     width, taps = weight.shape

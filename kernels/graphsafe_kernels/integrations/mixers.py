@@ -20,12 +20,11 @@ import torch
 from torch import nn
 
 from graphsafe.errors import error
-from graphsafe_kernels.conv import causal_conv1d
 from graphsafe_kernels.gdn import chunk_gated_delta_rule
 from graphsafe_kernels.integrations.packing import Packed
 from graphsafe_kernels.kda import chunk_kda
 from graphsafe_kernels.layers.batch import Batch
-from graphsafe_kernels.layers.split import split
+from graphsafe_kernels.layers.convolve import convolve
 from graphsafe_kernels.norm import rms_norm_gated
 
 __all__ = ["MIXERS", "adapt_mixer"]
@@ -121,14 +120,14 @@ def _run(mixer: Mixer, layer: Any, hidden_states: torch.Tensor, packed: Packed |
                      packed is not None and packed.use_graph, chunked=True)
     p = mixer.project(layer, batch.enter(hidden_states))
     layout = batch.operator_arguments()
-    y, _ = causal_conv1d(p.qkv, layer.conv1d.weight.squeeze(1), layer.conv1d.bias, activation="silu", **layout)
     *widths, key_width, value_width = mixer.widths(layer)
-    q, k, v = split(y, widths)
+    y = convolve(p.qkv, tuple(widths), layer.conv1d.weight.squeeze(1), layer.conv1d.bias, layout=layout)
     A_log, dt_bias = mixer.gate(layer)
     o, _ = mixer.operator(
-        q=q.unflatten(-1, (-1, key_width)), k=k.unflatten(-1, (-1, key_width)), v=v.unflatten(-1, (-1, value_width)),
-        g=p.gate, beta=p.beta, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-        allow_neg_eigval=mixer.neg_eigval(layer), A_log=A_log, dt_bias=dt_bias, **layout,
+        q=y.q.unflatten(-1, (-1, key_width)), k=y.k.unflatten(-1, (-1, key_width)),
+        v=y.v.unflatten(-1, (-1, value_width)), g=p.gate, beta=p.beta, use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=mixer.neg_eigval(layer), A_log=A_log,
+        dt_bias=dt_bias, **layout,
     )
     norm = getattr(layer, mixer.norm)
     o = rms_norm_gated(o, p.z, norm.weight, activation=mixer.activation, eps=norm.variance_epsilon,

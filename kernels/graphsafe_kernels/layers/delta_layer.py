@@ -8,8 +8,8 @@ Requirements
    exactly zero, and what padding holds reaches no result.
 3. One set of tables serves all operators of a layer, and all layers when the caller passes it.
 4. States go in and out as values (``LayerState``), or through a cache object outside graphs.
-5. One projection of the input, whose output is read where it lies; one convolution over q, k and v. In a state dict
-   their parameters are separate, with the names of flash-linear-attention.
+5. One projection of the input, whose output is read where it lies; one convolution over q, k and v, which writes each
+   as the delta rule takes it. In a state dict their parameters are separate, with the names of flash-linear-attention.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import nn
 from graphsafe.errors import error
 from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.layers.batch import Batch
+from graphsafe_kernels.layers.convolve import Convolved, convolve
 from graphsafe_kernels.layers.fused import ALIGNMENT, fuse_rows, save_fused_as
 from graphsafe_kernels.layers.short_convolution import ShortConvolution
 from graphsafe_kernels.layers.split import split
@@ -110,7 +111,7 @@ class DeltaLayer(nn.Module, ABC):
         """
         self.widths = tuple(p.out_features for p in projections.values())
         # the delta rule takes its operands whole; everything else reads the projection where it lies
-        self._copied = [False, *(name in ("a_proj", "b_proj") for name in list(projections)[3:])]
+        self._copied = [name in ("a_proj", "b_proj") for name in list(projections)[3:]]
         weight = fuse_rows([p.weight for p in projections.values()], ALIGNMENT)
         self.in_proj = nn.Linear(self.hidden_size, weight.shape[0], bias=False, device="meta")
         self.in_proj.weight = weight
@@ -170,11 +171,12 @@ class DeltaLayer(nn.Module, ABC):
         state = read_state(past_key_values, self.layer_idx, use_graph=use_graph)
         batch = Batch.of(hidden_states, attention_mask, cu_seqlens, tables, use_graph, chunked)
         x = batch.enter(hidden_states)
-        q, k, v, gates, conv_state = self._convolve(x, state, batch, bool(use_cache))
+        y = self._convolve(x, state, batch, bool(use_cache))
+        gates = y.others
         arguments: dict[str, Any] = {
-            "q": q.unflatten(-1, (-1, self.head_k_dim)),
-            "k": k.unflatten(-1, (-1, self.head_k_dim)),
-            "v": v.unflatten(-1, (-1, self.head_v_dim)),
+            "q": y.q.unflatten(-1, (-1, self.head_k_dim)),
+            "k": y.k.unflatten(-1, (-1, self.head_k_dim)),
+            "v": y.v.unflatten(-1, (-1, self.head_v_dim)),
             "initial_state": None if state is None else state.recurrent_state,
             "output_final_state": bool(use_cache),
             "use_qk_l2norm_in_kernel": True,
@@ -188,7 +190,7 @@ class DeltaLayer(nn.Module, ABC):
         }
         o, recurrent_state = self._delta_rule(gates, chunked, arguments)
         output = batch.leave(self.o_proj(self._normalise(o, gates, batch.cu_seqlens).flatten(-2)))
-        new_state = None if recurrent_state is None else LayerState(recurrent_state, conv_state)
+        new_state = None if recurrent_state is None else LayerState(recurrent_state, y.state)
         channels = (self.key_dim, self.key_dim, self.value_dim)
         return output, None, write_state(past_key_values, self.layer_idx, new_state, tokens, channels)
 
@@ -204,23 +206,22 @@ class DeltaLayer(nn.Module, ABC):
                         remedy="Construct the layer with mode='chunk'.")
         return False
 
-    def _convolve(self, x: torch.Tensor, state: LayerState | None, batch: Batch, output_final_state: bool) -> tuple[
-            torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
-        """Project, convolve and activate: q, k ``[B, T, key_dim]``, v ``[B, T, value_dim]``, what the projection gave
-        behind them, and the new state."""
-        channels = [self.key_dim, self.key_dim, self.value_dim]
-        qkv, *gates = split(self.in_proj(x), [sum(channels), *self.widths[3:]], self._copied)
+    def _convolve(self, x: torch.Tensor, state: LayerState | None, batch: Batch,
+                  output_final_state: bool) -> Convolved:
+        """Project, convolve and activate; behind q, k and v come what the projection gave for the gates."""
+        channels = (self.key_dim, self.key_dim, self.value_dim)
+        projected = self.in_proj(x)
         if not self.use_short_conv:
+            qkv, *gates = split(projected, [sum(channels), *self.widths[3:]], [False, *self._copied])
             q, k, v = split(F.silu(qkv), channels)
-            return q, k, v, gates, None
+            return Convolved(q, k, v, gates, None)
         before = None if state is None else state.conv_state
         if state is not None and before is None:
             raise error("argument", "the state passed has no conv_state, but the layer has short convolutions",
                         remedy="Pass the state that this layer returned, or layer.zero_state(sequences).")
-        y, conv_state = self.qkv_conv1d(qkv, initial_state=before, output_final_state=output_final_state,
-                                        **batch.operator_arguments())
-        q, k, v = split(y, channels)
-        return q, k, v, gates, conv_state
+        return convolve(projected, channels, self.qkv_conv1d.weight.squeeze(1), self.qkv_conv1d.bias,
+                        others=self.widths[3:], copied=self._copied, initial_state=before,
+                        output_final_state=output_final_state, layout=batch.operator_arguments())
 
     @abstractmethod
     def _delta_rule(self, gates: list[torch.Tensor], chunked: bool,

@@ -4,6 +4,7 @@ Requirements
 ------------
 1. ``split`` gives each part as it is asked for: a view, where its reader takes strides, or a contiguous copy. All
    copies are one launch; in the backward all gradients become one tensor in one launch, zero where there is none.
+   ``join_columns`` also fills the last columns of a tensor whose first ones somebody else writes.
 2. The grid follows from shapes alone; nothing is read on the host. fp64, which not every device's kernels have, is
    served by the reference.
 """
@@ -28,10 +29,10 @@ _COLUMNS = (16, 512)
 """Of a tile, at least and at most: narrow tiles of many rows fill an NPU's buffer with padding."""
 
 
-def _constants(widths: Sequence[int], strides: Sequence[int | None], whole: int, join: bool,
-               elements: int) -> dict[str, Any]:
-    """``strides``: each part's rows apart, None where it is absent."""
-    firsts = [sum(widths[:i]) for i in range(len(widths))]
+def _constants(widths: Sequence[int], strides: Sequence[int | None], whole: int, join: bool, elements: int,
+               first: int = 0) -> dict[str, Any]:
+    """``strides``: each part's rows apart, None where it is absent; ``first``: column of the first part."""
+    firsts = [first + sum(widths[:i]) for i in range(len(widths))]
     pad = _PARTS - len(widths)
     columns = {
         "F": [*firsts, *[0] * pad],
@@ -46,14 +47,14 @@ def _constants(widths: Sequence[int], strides: Sequence[int | None], whole: int,
 
 @functools.lru_cache(maxsize=4096)
 def _plan(device: torch.device, dtype: torch.dtype, rows: int, widths: tuple[int, ...],
-          strides: tuple[int | None, ...], whole: int, join: bool) -> Callable[..., None]:
+          strides: tuple[int | None, ...], whole: int, join: bool, first: int) -> Callable[..., None]:
     # imported here: layers are used where there is no Triton
     from graphsafe_kernels.launch import PreparedLaunch
     from graphsafe_kernels.layers.split_kernels import columns_kernel
 
     # the dtype is not looked at, but each is a kernel of its own
     elements = 1 << 16 if device.type == "cpu" else _ELEMENTS
-    c = _constants(widths, strides, whole, join, elements)
+    c = _constants(widths, strides, whole, join, elements, first)
     tiles = sum(-(-rows // (elements // c[f"B{i}"])) * -(-w // c[f"B{i}"])
                 for i, w in enumerate(widths) if join or strides[i] is not None)
     return PreparedLaunch(columns_kernel, c, num_warps=4).bind(device, tiles, (rows,))
@@ -78,15 +79,19 @@ def split_columns(x: torch.Tensor, widths: tuple[int, ...], copied: tuple[bool, 
     rows = x.shape[0] * x.shape[1]
     parts = [x.new_empty((*x.shape[:2], w)) if copy else None for w, copy in zip(widths, copied, strict=True)]
     strides = tuple(w if copy else None for w, copy in zip(widths, copied, strict=True))
-    plan = _plan(x.device, x.dtype, rows, widths, strides, pitch, False)
+    plan = _plan(x.device, x.dtype, rows, widths, strides, pitch, False, 0)
     plan(x, *parts, *[None] * (_PARTS - len(parts)))
     return parts
 
 
-def join_columns(parts: Sequence[torch.Tensor | None], widths: tuple[int, ...]) -> torch.Tensor:
-    """``[B, T, sum of widths]`` from its parts ``[B, T, w]``, at least one of them there; zero where one is None."""
+def join_columns(parts: Sequence[torch.Tensor | None], widths: tuple[int, ...],
+                 into: torch.Tensor | None = None) -> torch.Tensor:
+    """``[B, T, sum of widths]`` from its parts ``[B, T, w]``; zero where one is None.
+
+    ``into``: a contiguous ``[B, T, at least so many]`` whose last columns they become; without it one part is there.
+    """
     if any(p is not None and p.dtype == torch.float64 for p in parts):
-        return reference.join_columns(parts, widths)
+        return reference.join_columns(parts, widths, into)
     given, strides = list(parts), list[int | None]()
     for i, part in enumerate(given):
         stride = None if part is None else _row_stride(part)
@@ -94,10 +99,14 @@ def join_columns(parts: Sequence[torch.Tensor | None], widths: tuple[int, ...]) 
             given[i] = part.contiguous()
             stride = part.shape[2]
         strides.append(stride)
-    like = next(p for p in given if p is not None)
-    whole = like.new_empty((*like.shape[:2], sum(widths)))
-    rows = like.shape[0] * like.shape[1]
-    plan = _plan(like.device, like.dtype, rows, widths, tuple(strides), sum(widths), True)
+    if into is None:
+        like = next(p for p in given if p is not None)
+        whole = like.new_empty((*like.shape[:2], sum(widths)))
+    else:
+        whole = into
+    columns = whole.shape[2]
+    plan = _plan(whole.device, whole.dtype, whole.shape[0] * whole.shape[1], widths, tuple(strides), columns, True,
+                 columns - sum(widths))
     plan(whole, *given, *[None] * (_PARTS - len(given)))
     return whole
 

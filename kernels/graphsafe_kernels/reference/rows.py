@@ -69,8 +69,16 @@ def split_columns(x: torch.Tensor, widths: tuple[int, ...], copied: tuple[bool, 
     return [part.contiguous() if copy else None for part, copy in zip(parts, copied, strict=False)]
 
 
-def join_columns(parts: Sequence[torch.Tensor | None], widths: tuple[int, ...]) -> torch.Tensor:
-    """``[B, T, sum of widths]`` from its parts ``[B, T, w]``, at least one of them there; zero where one is None."""
+def join_columns(parts: Sequence[torch.Tensor | None], widths: tuple[int, ...],
+                 into: torch.Tensor | None = None) -> torch.Tensor:
+    """``[B, T, sum of widths]`` from its parts ``[B, T, w]``; zero where one is None.
+
+    ``into``: ``[B, T, at least so many]`` whose last columns they become; without it one part is there.
+    """
+    if into is not None:
+        for column, part in zip(into[..., into.shape[2] - sum(widths) :].split(widths, -1), parts, strict=True):
+            column.zero_() if part is None else column.copy_(part)
+        return into
     like = next(p for p in parts if p is not None)
     whole = [like.new_zeros((*like.shape[:2], w)) if p is None else p for p, w in zip(parts, widths, strict=True)]
     return torch.cat(whole, -1)
