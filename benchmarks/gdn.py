@@ -1,10 +1,14 @@
 """Checks and times the gated delta rule on one GPU: whole operator, its kernels one by one, variants, and peers.
 
-    python benchmarks/gdn.py --check --time --parts --variants all --peer fla --json out.json
+    python benchmarks/gdn.py --check --time --parts --variants all --json out.json
+    python benchmarks/gdn.py --hard --time --peer fla flashqla --warm-peer 15 --json peers.json
 
 Times are medians of replays of a captured graph, in microseconds, 256 MB written before each sample: first with the
 device idle at the launch (host launch latency is in it), then queued behind the write. Errors are relative rms against
-the fp64 reference. Peers are used where they can be imported.
+the fp64 reference. With peers, all results and gradients of every arm are compared with fp64 at each shape before it is
+timed, the arms are replayed in turn, and what the peers choose at their first call they choose at the longest shape of
+its heads. ``ratio`` is this project's time over the peer's; ``worse`` names the results in which this project's error
+is above the peer's.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -22,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peers import capture, compile_choices, gated_delta_rule, race
 
 from graphsafe_kernels import backend
 from graphsafe_kernels.gdn import chunk_gated_delta_rule, configurations, launch
@@ -166,25 +172,37 @@ def shaped(name: str) -> Case:
     return Case(*SHAPES[name], ragged="ragged" in name)
 
 
-def errors(out: list[Any], ref: list[Any]) -> str:
+def relative(out: list[Any], ref: list[Any]) -> dict[str, float]:
     """Relative rms errors by name; NaN stays NaN."""
     rms = lambda t: float(t.detach().double().pow(2).mean().sqrt())  # noqa: E731
-    pairs = zip(NAMES, out, ref, strict=True)
-    return " ".join(f"{name} {rms(a.double() - b) / (rms(b) + 1e-8):.1e}" for name, a, b in pairs)
+    return {name: rms(a.double() - b) / (rms(b) + 1e-8) for name, a, b in zip(NAMES, out, ref, strict=True)}
 
 
-def capture(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
+def told(found: dict[str, float]) -> str:
+    return " ".join(f"{name} {error:.1e}" for name, error in found.items())
+
+
+def errors(out: list[Any], ref: list[Any]) -> str:
+    return told(relative(out, ref))
+
+
+def exact(case: Case) -> list[Any]:
+    """Results and gradients of the reference, in fp64."""
+    with backend.reference_only():
+        return case.call(chunk_gated_delta_rule, grad=True, dtype=torch.float64)
+
+
+def compared(case: Case, arms: dict[str, Callable[..., Any]], note: Callable[..., None], **what: str) -> None:
+    """Note every arm's errors against fp64, and where this project's are above a peer's."""
+    ref = exact(case)
+    found = {}
+    for name, op in arms.items():
+        found[name] = relative(case.call(op, grad=True), ref)
+        note(**what, arm=name, errors=told(found[name]))
+    own = found.pop("graphsafe")
+    for name, theirs in found.items():
+        above = {n: own[n] / theirs[n] for n in NAMES if not own[n] <= theirs[n]}
+        note(**what, against=name, worse=" ".join(f"{n} x{r:.2f}" for n, r in above.items()) or "nothing")
 
 
 def replay_times(step: Callable[[], Any], samples: int) -> tuple[float, float]:
@@ -247,16 +265,36 @@ def parts(case: Case) -> dict[str, Callable[[], Any]]:
     return steps
 
 
-def peer(name: str) -> Callable[..., Any]:
-    if name == "fla":
-        os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
-        import fla.ops.common.chunk_o as chunk_o
+def first_calls(peers: dict[str, Callable[..., Any]], shapes: list[str]) -> None:
+    """Call each peer at the longest shape of each number of heads: what it chooses by timing, it chooses there."""
+    longest = {SHAPES[s][2:]: s for s in sorted(shapes, key=lambda s: SHAPES[s][0])}
+    for shape in longest.values():
+        case = shaped(shape)
+        for op in peers.values():
+            for call in calls(case, op).values():
+                call()
 
-        chunk_o.TRITON_ABOVE_3_7_1 = True  # lifts its refusal of Hopper: its K = 128 backward is right there
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as op
-    else:
-        from flash_qla import chunk_gated_delta_rule as op
-    return op
+
+def compile_peer(name: str, shape: str, rank: int, of: int) -> str:
+    """Compile a peer's choices, as one of several processes."""
+    try:
+        case, op = shaped(shape), gated_delta_rule(name)
+        for call in (*calls(case, op).values(), lambda: case.call(op, grad=True)):
+            compile_choices(call, rank, of)
+    except Exception as e:  # the peer is compiled again, and reported, where it is timed
+        return f"{name} {shape}: {e!r}"[:300]
+    return ""
+
+
+def compile_peers(names: list[str], shapes: list[str], processes: int) -> list[str]:
+    """Compile what the peers need at these shapes; what went wrong."""
+    os.environ["FLA_CACHE_RESULTS"] = "0"  # of the processes below: nothing they measure is worth keeping
+    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
+        work = [(n, s, r, processes) for r in range(processes) for s in shapes for n in names if n == "fla" or not r]
+        found = [pool.apply_async(compile_peer, w) for w in work]
+        told = sorted({f.get() for f in found} - {""})
+    os.environ["FLA_CACHE_RESULTS"] = "1"
+    return told
 
 
 def compile_apart(variants: list[str], arguments: argparse.Namespace) -> None:
@@ -280,6 +318,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(SHAPES), help="shapes")
     parser.add_argument("--cases", nargs="*", default=list(CHECKS), help="which checks")
     parser.add_argument("--peer", nargs="*", default=[], choices=["fla", "flashqla"])
+    parser.add_argument("--warm-peer", type=int, default=0, help="processes that compile the peers' choices before")
     parser.add_argument("--samples", type=int, default=21)
     parser.add_argument("--json", default="", help="where to write every figure")
     a = parser.parse_args()
@@ -301,12 +340,17 @@ def main() -> None:
         return
     if len(names) > 1:
         compile_apart(names, a)
+    if a.warm_peer:
+        for problem in compile_peers(a.peer, a.only, a.warm_peer):
+            note(warm=problem)
+    peers = {name: gated_delta_rule(name) for name in a.peer}
+    if peers:
+        first_calls(peers, a.only)
+    arms = {"graphsafe": chunk_gated_delta_rule, **peers}
     if a.check:
         for label in a.cases:
             case = Case(*CHECKS[label][0], **CHECKS[label][1])
-            backend.TRITON.pop("chunk_gated_delta_rule", None)
-            backend._load.cache_clear()
-            ref = case.call(chunk_gated_delta_rule, grad=True, dtype=torch.float64)
+            ref = exact(case)
             for name in names:
                 use(VARIANTS[name])
                 backend._load.cache_clear()
@@ -314,14 +358,10 @@ def main() -> None:
                 same = all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
                 note(check=label, variant=name, same_bits=same, errors=errors(first, ref))
     if a.hard:
+        use({})
+        backend._load.cache_clear()
         for hard in HARD:
-            case = Case(300, 3, 2, 4, ragged=True, hard=hard)
-            arms = {"graphsafe": chunk_gated_delta_rule, **{p: peer(p) for p in a.peer}}
-            use({})
-            backend._load.cache_clear()
-            ref = case.call(chunk_gated_delta_rule, grad=True, dtype=torch.float64)
-            for name, op in arms.items():
-                note(hard=hard, arm=name, errors=errors(case.call(op, grad=True), ref))
+            compared(Case(300, 3, 16, 32, ragged=True, hard=hard), arms, note, hard=hard)
     if a.replay:
         use({})
         backend._load.cache_clear()
@@ -344,13 +384,15 @@ def main() -> None:
                     for part in TOUCHED.get(name, ("chain", "reverse")):
                         if part in steps:
                             note(shape=shape, variant=name, part=part, us=replay_times(steps[part], a.samples))
-                if a.time and name in WHOLE:
+                if a.time and name in WHOLE and not (peers and name == "shipped"):
                     whole(case, chunk_gated_delta_rule, shape, name, a.samples, note)
             except Exception as e:  # a variant that cannot run is a figure too
                 note(shape=shape, variant=name, failed=repr(e)[:300])
-        if a.time:
-            for name in a.peer:
-                whole(case, peer(name), shape, name, a.samples, note)
+        if a.time and peers:
+            use({})
+            backend._load.cache_clear()
+            compared(case, arms, note, shape=shape)
+            beside(case, arms, shape, a.samples, note)
     if a.json:
         with open(a.json, "w") as file:
             json.dump(record, file, indent=1)
@@ -445,7 +487,8 @@ def host_time(case: Case, calls: int = 200) -> dict[str, float]:
     return found
 
 
-def whole(case: Case, op: Callable[..., Any], shape: str, name: str, samples: int, note: Callable[..., None]) -> None:
+def calls(case: Case, op: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
+    """The forward without gradients, and forward and backward, that are timed."""
     ins = [t.detach().requires_grad_() for t in (case.q, case.k, case.v, case.g, case.beta)]
 
     def forward() -> Any:
@@ -461,8 +504,25 @@ def whole(case: Case, op: Callable[..., Any], shape: str, name: str, samples: in
             t.grad = None
         forward()[0].backward(case.do)
 
-    note(shape=shape, arm=name, what="forward", us=replay_times(inference, samples))
-    note(shape=shape, arm=name, what="forward+backward", us=replay_times(both, samples))
+    return {"forward": inference, "forward+backward": both}
+
+
+def whole(case: Case, op: Callable[..., Any], shape: str, name: str, samples: int, note: Callable[..., None]) -> None:
+    for what, step in calls(case, op).items():
+        note(shape=shape, arm=name, what=what, us=replay_times(step, samples))
+
+
+def beside(case: Case, arms: dict[str, Callable[..., Any]], shape: str, samples: int, note: Any) -> None:
+    """Time the arms in turn, and note this project's time over each peer's."""
+    steps = {name: calls(case, op) for name, op in arms.items()}
+    for what in ("forward", "forward+backward"):
+        times = race({name: found[what] for name, found in steps.items()}, samples)
+        for name, us in times.items():
+            note(shape=shape, arm=name, what=what, us=us)
+        own = times.pop("graphsafe")
+        ratios = {name: "{:.3f} idle, {:.3f} queued".format(*(o / t for o, t in zip(own, us, strict=True)))
+                  for name, us in times.items()}  # fmt: skip
+        note(shape=shape, what=what, ratio=ratios)
 
 
 if __name__ == "__main__":

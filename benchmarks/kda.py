@@ -7,9 +7,11 @@ Sections: stages (what the preparation writes, against fp64: a miscompiled kerne
 replay, eager (the operator called eagerly at the batch's own size, waited for after each call).
 
 Times are microseconds. Replays: medians of a captured graph, 256 MB written before each sample, the arms of a shape in
-turn; *idle* waits for the device before a replay is asked for, *queued* asks for it behind the write. Kernels one by
-one: the device's own times in the profiler, means over eager calls. H = HV, K = V = 128, bf16, l2norm and gate in the
-kernel, lower bound -5, safe gate or not, initial and final state.
+turn; *idle* waits for the device before a replay is asked for, *queued* asks for it behind the write. Before a shape is
+replayed, the results and gradients of its first and last head are compared with fp64, the peer's beside them. What the
+peer chooses at its first call it chooses at the longest shape. ``ratio``: this project's time over the peer's. Kernels
+one by one: the device's own times in the profiler, means over eager calls. H = HV, K = V = 128, bf16, l2norm and gate
+in the kernel, lower bound -5, safe gate or not, initial and final state.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from peers import compile_choices, flash_linear_attention, race
 
 from graphsafe_kernels.delta_rule import make_options
 from graphsafe_kernels.kda import autograd, launch, op
@@ -37,7 +41,7 @@ from graphsafe_kernels.reference import kda as reference
 from graphsafe_kernels.tables import build_tables
 
 try:
-    os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    flash_linear_attention()
     from fla.ops.kda import chunk_kda as fla_chunk_kda
 except ImportError:
     fla_chunk_kda = None
@@ -46,6 +50,8 @@ WIDTH = 128
 SHAPES = ("512x1", "1024x4", "4096x1", "4096x32", "8192x1")
 INPUTS = ("usual", "alike", "doubled", "open", "bound", "silent")
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+HEAD_AXIS = {"o": 2, "ht": 1, "q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "A_log": 0, "dt_bias": 0, "initial_state": 1}
+"""The axis of the heads in each tensor and its gradient (in dt_bias: of its rows of one head)."""
 
 
 def layout(tokens: int, sequences: int, seed: int = 0) -> list[int]:
@@ -101,12 +107,13 @@ class Case:
         outputs = self.forward(operands)
         return [*outputs, *torch.autograd.grad(outputs, operands, self.gradients)]
 
-    def exact(self) -> list[torch.Tensor]:
-        """Outputs and gradients in fp64."""
-        operands = self.leaves(torch.float64)
+    def exact(self, heads: list[int] | None = None) -> list[torch.Tensor]:
+        """Outputs and gradients in fp64, of these heads alone."""
+        operands = [t.detach().requires_grad_() for t in of_heads(NAMES, self.leaves(torch.float64), heads)]
+        gradients = of_heads(("o", "ht"), [g.double() for g in self.gradients], heads)
         tables = build_tables(self.cu_seqlens, operands[0].shape[1])
         outputs = reference.chunk_kda(*operands, tables, self.options)
-        found = torch.autograd.grad(outputs, operands, [g.double() for g in self.gradients])
+        found = torch.autograd.grad(outputs, operands, gradients)
         return [*(t.detach() for t in outputs), *found]
 
     def peer_forward(self, operands: list[torch.Tensor], use_graph: bool = True) -> tuple[torch.Tensor, ...]:
@@ -138,6 +145,18 @@ class Case:
     def public_both(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         outputs = self.public(operands)
         return [*outputs, *torch.autograd.grad(outputs, operands, self.gradients)]
+
+
+def of_heads(names: Sequence[str], tensors: list[torch.Tensor], heads: list[int] | None) -> list[torch.Tensor]:
+    """The part of each named tensor that belongs to these heads; all of it if none are named."""
+    if heads is None:
+        return tensors
+    found = []
+    for name, t in zip(names, tensors, strict=True):
+        each = t.view(-1, WIDTH) if name == "dt_bias" else t
+        picked = each.index_select(HEAD_AXIS[name], torch.tensor(heads, device=t.device))
+        found.append(picked.flatten() if name == "dt_bias" else picked)
+    return found
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -201,35 +220,6 @@ def kernel_times(call: Any, repeats: int = 5) -> dict[str, float]:
     return {n: round(sum(t) / repeats, 1) for n, t in sorted(seen.items(), key=lambda x: -sum(x[1]))}
 
 
-def capture(call: Any) -> torch.cuda.CUDAGraph:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        graph.kept = call()  # type: ignore[attr-defined]
-    return graph
-
-
-def replay_times(arms: dict[str, Any], samples: int = 21) -> dict[str, str]:
-    """Median replay of each arm: ``idle / queued``."""
-    flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
-    graphs = {name: capture(call) for name, call in arms.items()}
-    found: dict[tuple[str, bool], list[float]] = {}
-    for turn, queued in itertools.product(range(samples), (False, True)):
-        for name in list(graphs)[:: 1 if turn % 2 else -1]:
-            flush.zero_()
-            if not queued:
-                torch.cuda.synchronize()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graphs[name].replay()
-            end.record()
-            end.synchronize()
-            found.setdefault((name, queued), []).append(start.elapsed_time(end) * 1e3)
-    median = {key: statistics.median(t) for key, t in found.items()}
-    return {name: f"{median[name, False]:.1f} / {median[name, True]:.1f}" for name in graphs}
-
-
 def eager_times(calls: dict[str, Any], samples: int = 50) -> dict[str, float]:
     """Median wall time of each call from an idle device to an idle device, in turn."""
     found: dict[str, list[float]] = {name: [] for name in calls}
@@ -282,33 +272,24 @@ def warm(choices: dict[str, Any], safe: bool, tokens: int, sequences: int, heads
     return ""
 
 
-def warm_peer(rank: int, of: int, safe: bool, heads: int) -> str:
-    """Compile the peer's kernels as one of several processes: each begins elsewhere in the lists of choices."""
-    from triton.runtime.autotuner import Autotuner
-
-    prune = Autotuner.prune_configs
-
-    def rotated(self: Any, kwargs: Any) -> list[Any]:
-        configs = prune(self, kwargs)
-        first = len(configs) * rank // of
-        return [*configs[first:], *configs[:first]]
-
-    def once(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
-        self.nargs = dict(zip(self.arg_names, args, strict=False))
-        try:
-            self.fn.run(*args, **(meta | config.all_kwargs()))
-        except Exception:  # a choice that does not fit the device is the peer's to skip
-            return [float("inf")] * 3
-        return [1.0] * 3
-
-    Autotuner.prune_configs, Autotuner._bench = rotated, once
+def warm_peer(rank: int, of: int, safe: bool, heads: int, shapes: list[tuple[int, int]]) -> str:
+    """Compile the peer's kernels as one of several processes."""
     try:
-        case = Case(256, 2, heads, safe=safe)
-        case.peer(case.leaves())
-        torch.cuda.synchronize()
+        for tokens, sequences in shapes:
+            for call in peer_calls(Case(tokens, sequences, heads, safe=safe)):
+                compile_choices(call, rank, of)
     except Exception as e:  # the peer is compiled again, and reported, where it is timed
         return f"peer {rank} safe={safe} heads={heads}: {e!r}"[:300]
     return ""
+
+
+def peer_calls(case: Case) -> list[Callable[[], Any]]:
+    """The peer's calls that are compared or timed."""
+    found: list[Callable[[], Any]] = []
+    for use_graph in (True, False):
+        found.append(without_gradients(functools.partial(case.peer_forward, case.operands, use_graph)))
+        found.append(functools.partial(case.peer, case.leaves(), use_graph))
+    return found
 
 
 def main() -> None:
@@ -348,15 +329,20 @@ def main() -> None:
             found = [pool.apply_async(warm, w) for w in work]
             if fla_chunk_kda is not None and args.warm_peer:
                 heads = (all_heads if timed else []) + ([32] if "check" in args.sections else [])
-                turns = itertools.product(heads, gates, range(args.warm))
-                found += [pool.apply_async(warm_peer, (r, args.warm, s, h)) for h, s, r in turns]
+                turns = itertools.product(sorted(set(heads)), gates, range(args.warm))
+                found += [pool.apply_async(warm_peer, (r, args.warm, s, h, shapes)) for h, s, r in turns]
             for problem in filter(None, (f.get() for f in found)):
                 emit(section="warm", problem=problem)
         emit(section="warm", done=True)
     if args.warm_only:
         return
+    with_peer = fla_chunk_kda is not None and args.peer
     emit(section="device", name=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
          ptxas=os.environ.get("TRITON_PTXAS_PATH", "Triton's"))  # fmt: skip
+    if with_peer:
+        for heads, safe in itertools.product(all_heads, gates):
+            for call in peer_calls(Case(*max(shapes), heads, safe=safe)):
+                call()
     if "stages" in args.sections:
         for choices, safe in itertools.product(chosen, gates):
             if not choices or safe == gates[0]:
@@ -369,7 +355,7 @@ def main() -> None:
             case = Case(1024, 4, 32, safe=safe, inputs=inputs)
             want = case.exact()
             emit(section="check", inputs=f"{inputs} safe={safe}", errors=errors(case.both(case.leaves()), want))
-            if fla_chunk_kda is not None and args.peer:
+            if with_peer:
                 emit(section="check", inputs=f"{inputs} safe={safe} fla", errors=errors(case.peer(case.leaves()), want))
         for choices in chosen[1:]:
             with_choices(choices)
@@ -390,10 +376,21 @@ def main() -> None:
             leaves = case.leaves()
             arms = {"forward": functools.partial(case.forward, case.operands),
                     "both": functools.partial(case.both, leaves)}  # fmt: skip
-            if fla_chunk_kda is not None and args.peer:
+            if with_peer:
                 arms["fla forward"] = functools.partial(case.peer_forward, case.operands)
                 arms["fla both"] = functools.partial(case.peer, leaves)
-            emit(section="replay", shape=f"{tokens}x{sequences} H {heads} safe={safe}", us=replay_times(arms))
+            shape = f"{tokens}x{sequences} H {heads} safe={safe}"
+            few = sorted({0, heads - 1})
+            want = case.exact(few)
+            for name, call in (("", case.both), (" fla", case.peer))[: 1 + with_peer]:
+                found = of_heads(("o", "ht", *NAMES), call(leaves), few)
+                emit(section="errors", shape=f"{shape}{name}", errors=errors(found, want))
+            us = race(arms, 21)
+            emit(section="replay", shape=shape, us={n: f"{t[0]:.1f} / {t[1]:.1f}" for n, t in us.items()})
+            if with_peer:
+                ratio = {n: "{:.3f} / {:.3f}".format(*(a / b for a, b in zip(us[n], us[f"fla {n}"], strict=True)))
+                         for n in ("forward", "both")}  # fmt: skip
+                emit(section="ratio", shape=shape, ratio=ratio)
     if "eager" in args.sections:
         with_choices({})
         for heads, (tokens, sequences) in itertools.product(all_heads, shapes[:1]):
@@ -401,7 +398,7 @@ def main() -> None:
             leaves = case.leaves()
             calls = {"forward": without_gradients(functools.partial(case.public, case.operands)),
                      "both": functools.partial(case.public_both, leaves)}  # fmt: skip
-            if fla_chunk_kda is not None and args.peer:
+            if with_peer:
                 calls["fla forward"] = without_gradients(functools.partial(case.peer_forward, case.operands, False))
                 calls["fla both"] = functools.partial(case.peer, leaves, False)
             emit(section="eager", shape=f"{tokens}x{sequences} H {heads}", us=eager_times(calls))
