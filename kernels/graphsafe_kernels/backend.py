@@ -62,8 +62,6 @@ DEVICES: dict[str, tuple[str, ...]] = {
     "chunk_gated_delta_rule": ("cpu", "cuda"),
     "chunk_kda": ("cpu", "cuda"),
     "fused_recurrent_gated_delta_rule": ("cpu", "cuda"),
-    "join_columns": ("cpu", "npu"),
-    "split_columns": ("cpu", "npu"),
 }
 """Operator -> the types of device that its kernels serve, where they have not been shown on all of them."""
 

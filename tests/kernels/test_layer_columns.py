@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphsafe_kernels import backend
+from graphsafe_kernels.backend import resolve
 from graphsafe_kernels.layers.split import split
 from graphsafe_kernels.layers.split_kernels import columns_kernel
 
@@ -16,13 +16,6 @@ CASES = [
     (7, (3,), None),
     (1300, (513, 700, 1), (True, False, True)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _kernels(monkeypatch):
-    """The kernel, whether or not it serves the device by default."""
-    for operator in ("join_columns", "split_columns"):
-        monkeypatch.delitem(backend.DEVICES, operator)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -47,6 +40,17 @@ def test_parts_and_their_gradients(device, launches, columns, widths, copied, dt
         (got,) = torch.autograd.grad(parts, leaf, gradients)
         assert launches == expected
         assert torch.equal(got, torch.cat([*gradients, torch.zeros_like(x[..., sum(widths) :])], -1))
+
+
+def test_the_last_columns_of_a_tensor_are_filled_and_the_others_left(device, launches):
+    whole = torch.full((2, 9, 20), 7.0, device=device)
+    part = torch.randn(2, 9, 6, device=device)
+    launches.clear()
+    got = resolve("join_columns", device)([part[..., :5], None], (5, 4), whole)
+    assert got is whole
+    assert launches == [columns_kernel.__name__]
+    assert torch.equal(whole, torch.cat([torch.full_like(whole[..., :11], 7), part[..., :5],
+                                         torch.zeros_like(whole[..., :4])], -1))
 
 
 def test_a_part_that_nothing_uses_has_a_gradient_of_zero(device):
