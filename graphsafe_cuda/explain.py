@@ -100,6 +100,20 @@ EXPLANATIONS = (
         "pytorch pull request 172156",
     ),
     Explanation(
+        r"Cannot call CUDAGeneratorImpl::\w+ during CUDA graph capture",
+        "rng-state",
+        "The body asked for the seed or the state of a CUDA generator, or set it: torch refuses that while the device captures.",
+        "Seed, save and restore before the capture; checkpoint with preserve_rng_state=False.",
+        "aten/src/ATen/cuda/CUDAGeneratorImpl.cpp",
+    ),
+    Explanation(
+        r"during CUDA graph capture\. If you need this call to be captured",
+        "not-capturable",
+        "The body called a function of torch that it does not let a capture record; the message names it.",
+        "Call it before the capture, or use another function.",
+        "aten/src/ATen/cuda/CUDAGraphsUtils.cuh, assertNotCapturing",
+    ),
+    Explanation(
         r"Offset increment outside graph capture encountered unexpectedly",
         "capture-leftover",
         "A generator of the device is still in the state of a capture that failed, so nothing eager can draw from it.",

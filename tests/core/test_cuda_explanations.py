@@ -40,6 +40,17 @@ from graphsafe_cuda.explain import EXPLANATIONS, explanation_of
             "pageable memory",
         ),
         (
+            "Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture. If you need this call to be captured, "
+            "please file an issue. Current cudaStreamCaptureStatus: cudaStreamCaptureStatusActive",
+            "rng-state",
+            "the seed or the state of a CUDA generator",
+        ),
+        (
+            "Cannot do this during CUDA graph capture. If you need this call to be captured, please file an issue.",
+            "not-capturable",
+            "the message names it",
+        ),
+        (
             "Offset increment outside graph capture encountered unexpectedly.",
             "capture-leftover",
             "a capture that failed",
