@@ -92,5 +92,5 @@ def chunk_kda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor
     x = launch.Operands(*operands)  # type: ignore[arg-type]
     problem = _problem(x.q, x.v, tables, options)
     final, intermediates = _states(problem, tables, x.q, options)
-    o, _ = launch.forward(problem, tables, x, final, intermediates, False)
+    o, _ = launch.forward(problem, tables, x, final, intermediates, None)
     return (o, final, intermediates) if options.return_intermediate_states else (o, final)

@@ -59,6 +59,8 @@ class Configuration:
 
     ``column_block``: columns of K that the preparation and the gradients take at a time, ``product_block``: that the
     products take; ``chain_block``, ``clear_block``: of V; ``save_stages``: of a forward chain that keeps states.
+    ``*_registers``: a thread's at most, ``tile_registers`` of a preparation without scores. ``stacked``: products of
+    one right operand as one. ``keep_tiles``, ``keep_states``: a forward leaves these though it was not asked to.
     ``half_inverse``: the triangular system by fp16 dots; ``tiles``: chains load by descriptors; ``safe``: pairs within
     a tile by the bounded form, ``pairs``: type of the dots that meet pairs. ``span``: chunks of a segment; 0: no
     sequence is cut.
@@ -77,6 +79,13 @@ class Configuration:
     gradient_warps: int
     clear_block: int
     finish_rows: int
+    prepare_registers: int | None
+    tile_registers: int | None
+    product_registers: int | None
+    gradient_registers: int | None
+    stacked: bool
+    keep_tiles: bool
+    keep_states: bool
     precision: str
     half_inverse: bool
     tiles: bool
@@ -138,6 +147,13 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         gradient_warps=4 if kind == "sm_90" else 8,  # elsewhere four run out of registers
         clear_block=min(value, 128),
         finish_rows=16,
+        prepare_registers=None,
+        tile_registers=None,
+        product_registers=None,
+        gradient_registers=None,
+        stacked=False,
+        keep_tiles=False,
+        keep_states=False,
         precision="tf32x3" if kind.startswith("sm_") else "ieee",
         half_inverse=not wide and problem.qk_l2norm,
         tiles=tiles,

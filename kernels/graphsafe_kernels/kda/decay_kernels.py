@@ -114,42 +114,64 @@ def next_factors(f, fj, tile, index, step, SAFE: tl.constexpr):
 
 
 @triton.jit
-def tile_factors(y, tile, d0, d1, d2, d3, BT: tl.constexpr, BK: tl.constexpr, SAFE: tl.constexpr):
-    """(r for each of four tiles, r to the chunk's end, the decay from the chunk's start to each token's tile), from the
-    sums y within tiles and the decays d0 .. d3 of the tiles, all ``[BT, BK]``; BT is four tiles, or two."""
+def own_factors(y, BT: tl.constexpr, BK: tl.constexpr, SAFE: tl.constexpr):
+    """What r of each token starts with, from the sums y within tiles: at its own tile with SAFE, else at the next."""
     if SAFE:
         fj = tl.exp2(-y)
-        f0 = tl.where(tile == 0, fj, 0.0)
     else:
         y3 = in_tiles(y, BT, BK)
         whole = tl.gather(y3, tl.full(y3.shape, TILE - 1, tl.int32), 1)
         fj = tl.exp2(tl.reshape(whole - y3, [BT, BK]))
-        f0 = tl.zeros([BT, BK], tl.float32)
-    before = tl.where(tile > 0, d0, 1.0)
-    f1 = next_factors(f0, fj, tile, 0, d0, SAFE)
-    end = next_factors(f1, fj, tile, 1, d1, SAFE)
-    f2 = f1
-    f3 = f1
-    if BT == 4 * TILE:
-        before *= tl.where(tile > 1, d1, 1.0)
-        before *= tl.where(tile > 2, d2, 1.0)
-        f2 = end
-        f3 = next_factors(f2, fj, tile, 2, d2, SAFE)
-        end = next_factors(f3, fj, tile, 3, d3, SAFE)
-    return f0, f1, f2, f3, end, before
+    return fj
 
 
 @triton.jit
-def load_tile_decays(tile_decays, column, KD: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
-    """The decays of the chunk's tiles for every token, four ``[BT, BK]``; of two tiles the second thrice."""
-    d0 = tile_decay(tile_decays, 0, column, KD, BT, BK)
-    d1 = tile_decay(tile_decays, 1, column, KD, BT, BK)
-    d2 = d1
-    d3 = d1
+def tile_factors(k, fj, tile, tile_decays, column, DT: tl.constexpr, KD: tl.constexpr, BT: tl.constexpr,
+                 BK: tl.constexpr, SAFE: tl.constexpr):  # fmt: skip
+    """(k r of type DT for each of four tiles, of two the second thrice; r to the chunk's end, the decay from the start
+    of the chunk to each token's tile), from k ``[BT, BK]`` and the tokens' own factors fj."""
+    if SAFE:
+        f = tl.where(tile == 0, fj, 0.0)
+    else:
+        f = tl.zeros([BT, BK], tl.float32)
+    k0 = (k * f).to(DT)
+    d = tile_decay(tile_decays, 0, column, KD, BT, BK)
+    before = tl.where(tile > 0, d, 1.0)
+    f = next_factors(f, fj, tile, 0, d, SAFE)
+    k1 = (k * f).to(DT)
+    k2 = k1
+    k3 = k1
+    d = tile_decay(tile_decays, 1, column, KD, BT, BK)
+    f = next_factors(f, fj, tile, 1, d, SAFE)
     if BT == 4 * TILE:
-        d2 = tile_decay(tile_decays, 2, column, KD, BT, BK)
-        d3 = tile_decay(tile_decays, 3, column, KD, BT, BK)
-    return d0, d1, d2, d3
+        before *= tl.where(tile > 1, d, 1.0)
+        k2 = (k * f).to(DT)
+        d = tile_decay(tile_decays, 2, column, KD, BT, BK)
+        before *= tl.where(tile > 2, d, 1.0)
+        f = next_factors(f, fj, tile, 2, d, SAFE)
+        k3 = (k * f).to(DT)
+        d = tile_decay(tile_decays, 3, column, KD, BT, BK)
+        f = next_factors(f, fj, tile, 3, d, SAFE)
+    return k0, k1, k2, k3, f, before
+
+
+@triton.jit
+def factored(c0, c1, c2, c3, fj, tile, tile_decays, column, KD: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+             SAFE: tl.constexpr):  # fmt: skip
+    """Of each token the sum of r c over the tiles, ``[BT, BK]``, from the last one up: r of a tile is r of the one
+    before times that one's decay."""
+    FIRST: tl.constexpr = 0 if SAFE else -1
+    if BT == 4 * TILE:
+        x = c3
+        x = tl.where(tile <= FIRST + 2, c2 + x * tile_decay(tile_decays, 2, column, KD, BT, BK), x)
+        x = tl.where(tile <= FIRST + 1, c1 + x * tile_decay(tile_decays, 1, column, KD, BT, BK), x)
+    else:
+        x = c1
+    if SAFE:
+        x = tl.where(tile == 0, c0 + x * tile_decay(tile_decays, 0, column, KD, BT, BK), x)
+    else:
+        x = tl.where(tile < BT // TILE - 1, x, 0.0)
+    return x * fj
 
 
 @triton.jit
@@ -187,6 +209,18 @@ def apart(x, BT: tl.constexpr, BK: tl.constexpr):
         x2 = x0
         x3 = x1
     return x0, x1, x2, x3
+
+
+@triton.jit
+def stacked(x0, x1, BT: tl.constexpr, WIDTH: tl.constexpr):
+    """``[2 BT, WIDTH]`` of two ``[BT, WIDTH]``, one above the other."""
+    return tl.reshape(tl.permute(tl.join(x0, x1), [2, 0, 1]), [2 * BT, WIDTH])
+
+
+@triton.jit
+def unstacked(x, BT: tl.constexpr, WIDTH: tl.constexpr):
+    """The two ``[BT, WIDTH]`` that :func:`stacked` puts one above the other."""
+    return tl.split(tl.permute(tl.reshape(x, [2, BT, WIDTH]), [1, 2, 0]))
 
 
 @triton.jit

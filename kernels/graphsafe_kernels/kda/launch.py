@@ -39,10 +39,11 @@ Index = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None
 
 
 def start(kernel: Any, grid: int, arguments: tuple[Any, ...], constants: dict[str, Any], *, warps: int,
-          stages: int = 1) -> None:  # fmt: skip
+          stages: int = 1, registers: int | None = None) -> None:  # fmt: skip
     """Launch ``grid`` programs of a kernel: its run-time arguments in order, then its compile-time constants."""
     if grid:
-        kernel[(grid,)](*arguments, **constants, num_warps=warps, num_stages=stages)
+        limit = {"maxnreg": registers} if registers else {}
+        kernel[(grid,)](*arguments, **constants, num_warps=warps, num_stages=stages, **limit)
 
 
 class Operands(NamedTuple):
@@ -153,7 +154,7 @@ def _prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, sta
         prepare_kernel, slots * hv,
         (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, kg, qg, kd, *kept[:5], o, intermediates, *_index(tables),
          problem.scale, problem.lower_bound, *_layout(problem)),
-        constants, warps=c.prepare_warps,
+        constants, warps=c.prepare_warps, registers=c.prepare_registers if scores else c.tile_registers,
     )  # fmt: skip
     return kept._replace(kg=kg, qg=qg, kd=kd)
 
@@ -235,14 +236,16 @@ def _transition_tiles(c: Configuration, use: bool, transitions: torch.Tensor | N
 
 
 def forward(problem: Problem, tables: ChunkTables | None, x: Operands, final_state: torch.Tensor | None,
-            intermediates: torch.Tensor | None, keep: bool, *, kind: str | None = None,
+            intermediates: torch.Tensor | None, keep: bool | None, *, kind: str | None = None,
             start: Start = start) -> tuple[torch.Tensor, Kept]:  # fmt: skip
     """o like v, and what a backward needs; writes ``final_state`` and ``intermediates`` where they are given.
 
-    ``keep``: also leave the tiles, states and residuals that a backward would otherwise make again. ``kind``: configure
-    for a device of this kind instead of the operands'.
+    ``keep``: also leave the tiles, states and residuals that a backward would otherwise make again; None: there will be
+    no backward. ``kind``: configure for a device of this kind instead of the operands'.
     """
     c = choose(problem, kind or device_kind(x.q.device), x.q.dtype)
+    keep_tiles = keep is not None and (keep or c.keep_tiles)
+    keep = keep is not None and (keep or c.keep_states)
     slots, hv = _slots(problem, tables), problem.value_heads
     o = torch.empty_like(x.v)
     kept = _prepare(problem, tables, c, start, x, None, o, intermediates)
@@ -267,7 +270,7 @@ def forward(problem: Problem, tables: ChunkTables | None, x: Operands, final_sta
          chunk_offsets, *_layout(problem), c.span),
         constants, warps=c.chain_warps, stages=stages,
     )  # fmt: skip
-    return o, kept if keep else kept._replace(kg=None, qg=None, kd=None)
+    return o, kept if keep_tiles or keep else kept._replace(kg=None, qg=None, kd=None)
 
 
 def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Kept, do: torch.Tensor,
@@ -277,9 +280,11 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
     c = choose(problem, kind or device_kind(x.q.device), x.q.dtype)
     slots, hv, bt, kw = _slots(problem, tables), problem.value_heads, problem.chunk_size, problem.key_width
     index, layout, sizes = _index(tables), _layout(problem), _sizes(problem, tables)
+    if kept.kg is None:
+        kept = _prepare(problem, tables, c, start, x, kept, None, None)
     recompute = kept.states is None
     if recompute:
-        kept = _with_states(problem, _prepare(problem, tables, c, start, x, kept, None, None), slots, x.q)
+        kept = _with_states(problem, kept, slots, x.q)
     dends = _segment_gradients(problem, tables, c, start, x, kept, do, dfinal_state)
     segments = _segments(problem, c.span)
     dstates = x.q.new_empty((slots, hv, problem.value_width, kw))
@@ -312,7 +317,7 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
          problem.scale, *layout),
         {**sizes, "V": problem.value_width, "BK": c.product_block, "BV": c.clear_block, **_beta(problem),
          "PRECISION": c.precision},
-        warps=c.product_warps,
+        warps=c.product_warps, registers=c.product_registers,
     )  # fmt: skip
     whole = hv == problem.heads
     dq, dk, dg = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.g)
@@ -324,8 +329,9 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
         gradients_kernel, slots * hv,
         (x.q, x.k, x.g, x.A_log, x.dt_bias, kept.vectors, kept.tile_decays, kept.decay, pairs, own, products, inner,
          *parts, dg, scale_sums, bias_sums, *index, problem.lower_bound, *layout),
-        {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, **_gate(problem, x, c)},
-        warps=c.gradient_warps,
+        {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, "STACKED": c.stacked,
+         **_gate(problem, x, c)},
+        warps=c.gradient_warps, registers=c.gradient_registers,
     )  # fmt: skip
     row_programs = triton.cdiv(problem.rows * problem.heads, c.finish_rows)
     sums = {"SCALED": dA_log is not None, "BIAS": ddt_bias is not None}

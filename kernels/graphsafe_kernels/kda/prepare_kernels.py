@@ -30,7 +30,7 @@ from graphsafe_kernels.kda.decay_kernels import (
     in_tiles,
     level_factors,
     level_pairs,
-    load_tile_decays,
+    own_factors,
     spread,
     store_chunk_decay,
     store_tile_decays,
@@ -181,7 +181,6 @@ def prepare_kernel(
     for column in tl.range(0, K, BK):
         if SCORES:
             tl.debug_barrier()  # the tiles' decays are read by threads that did not write them
-        d0, d1, d2, d3 = load_tile_decays(td, column, KD, BT, BK)
         c = column + tl.arange(0, BK)
         kt = k_next.to(tl.float32)
         qt = q_next.to(tl.float32)
@@ -199,7 +198,8 @@ def prepare_kernel(
             kk += tl.sum(kt * kt, 1)
             qq += tl.sum(qt * qt, 1)
         a = tl.exp2(y)
-        f0, f1, f2, f3, end, before = tile_factors(y, tile, d0, d1, d2, d3, BT, BK, SAFE)
+        fj = own_factors(y, BT, BK, SAFE)
+        k0, k1, k2, k3, end, before = tile_factors(kt, fj, tile, td, column, PAIRS, KD, BT, BK, SAFE)
         ka = kt * a
         qa = qt * a
         place = at * (BT * K) + i[:, None] * K + c[None, :]
@@ -208,7 +208,7 @@ def prepare_kernel(
         tl.store(kd + place, (kt * end).to(DT), mask=(c < K)[None, :])
         if SCORES:
             own += tl.sum(qt * kt, 1)
-            kr = beside((kt * f0).to(PAIRS), (kt * f1).to(PAIRS), (kt * f2).to(PAIRS), (kt * f3).to(PAIRS), BT, BK)
+            kr = beside(k0, k1, k2, k3, BT, BK)
             C = tl.dot(spread(ka.to(PAIRS), tile, BT, BK), tl.trans(kr), C, input_precision=PRECISION)
             P = tl.dot(spread(qa.to(PAIRS), tile, BT, BK), tl.trans(kr), P, input_precision=PRECISION)
     if SCORES:
