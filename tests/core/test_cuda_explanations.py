@@ -40,8 +40,8 @@ from graphsafe_cuda.explain import EXPLANATIONS, explanation_of
             "pageable memory",
         ),
         (
-            "Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture. If you need this call to be captured, "
-            "please file an issue. Current cudaStreamCaptureStatus: cudaStreamCaptureStatusActive",
+            "Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture. If you need this call to be "
+            "captured, please file an issue. Current cudaStreamCaptureStatus: cudaStreamCaptureStatusActive",
             "rng-state",
             "the seed or the state of a CUDA generator",
         ),
