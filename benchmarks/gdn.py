@@ -58,23 +58,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide": {"chain_block": 128, "chain_warps": 8, "chain_stages": 3},
     "pointers": {"tiles": False, "chain_stages": 2, "keep_stages": 2, "reverse_stages": 2, "state_stages": 2,
                  "gradient_stages": 1},
-    "prepare freely": {"prepare_registers": 0},
+    "three stages": {"chain_stages": 3},
+    "rows by pointers": {"row_stores": False},
     "prepare 128": {"prepare_registers": 128},
-    "prepare 160": {"prepare_registers": 160},
-    "apart": {"overlap": False},
+    "prepare 168": {"prepare_registers": 168},
+    "prepare at once": {"prepare_block": 128, "prepare_stages": 1},
+    "no prefetch": {"gradient_prefetch": False},
+    "late": {"early": ()},
+    "apart": {"overlap": False, "early": ()},
     "uncut": {"span": 0, "reverse_span": 0},
 }  # fmt: skip
 TOUCHED = {
     "shipped": ("tables", "prepare", "cut", "chain", "reverse", "gradients", "finish"),
     "wide": ("chain",),
-    "prepare freely": ("prepare",),
+    "three stages": ("chain",),
     "prepare 128": ("prepare",),
-    "prepare 160": ("prepare",),
+    "prepare 168": ("prepare",),
+    "prepare at once": ("prepare",),
+    "no prefetch": ("gradients",),
+    "late": (),
     "apart": ("prepare",),
     "uncut": ("chain",),
 }
 """The parts that a variant changes; chain and reverse where nothing is said."""
-WHOLE = ("shipped", "apart", "uncut", "recompute", "keep")
+WHOLE = ("shipped", "three stages", "late", "apart", "uncut", "recompute", "keep")
 """The variants timed as whole operators."""
 NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0")
 
@@ -313,7 +320,7 @@ def main() -> None:
     parser.add_argument("--host", action="store_true", help="host time of an eager call")
     parser.add_argument("--time", action="store_true", help="times of forward and forward + backward")
     parser.add_argument("--parts", action="store_true", help="times of each launch")
-    parser.add_argument("--compile", action="store_true", help="compile only")
+    parser.add_argument("--compile", action="store_true", help="compile only, variants side by side")
     parser.add_argument("--variants", nargs="*", default=["shipped"], help="names, or all")
     parser.add_argument("--only", nargs="*", default=list(SHAPES), help="shapes")
     parser.add_argument("--cases", nargs="*", default=list(CHECKS), help="which checks")
@@ -330,6 +337,9 @@ def main() -> None:
         record.append(row)
         print(f"[{time.time() - began:5.0f}s]", " ".join(f"{k}={v}" for k, v in row.items()), flush=True)
 
+    if a.compile and len(names) > 1:
+        compile_apart(names, a)
+        return
     if a.compile:
         use(VARIANTS[names[0]])
         for shape in a.only:
@@ -338,8 +348,6 @@ def main() -> None:
             for step in parts(case).values():
                 step()
         return
-    if len(names) > 1:
-        compile_apart(names, a)
     if a.warm_peer:
         for problem in compile_peers(a.peer, a.only, a.warm_peer):
             note(warm=problem)

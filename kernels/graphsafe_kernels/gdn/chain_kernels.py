@@ -26,8 +26,8 @@ from graphsafe_kernels.gdn.step_kernels import forward_step, reverse_step
 def forward_chain(
     n, segment, hv, i_v, q, k, v, correction, scores, vectors, decay, o, states, residuals, initial_state, final_state,
     ends, transitions,
-    q_tiles, k_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles, transitions_tiles,
-    cu_seqlens, chunk_offsets, T, NT, span,
+    q_tiles, k_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles, o_tiles,
+    transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
     OUTPUT: tl.constexpr, SAVE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -57,14 +57,14 @@ def forward_chain(
         S = forward_step(
             S, start + c * BT, length - c * BT, slot + c, hv, i_v, q, k, v, correction, scores, vectors, decay, o,
             states, residuals, q_tiles, k_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles,
-            residuals_tiles, H, HV, K, V, BT, BK, BV, OUTPUT, SAVE, TILES, TILES, PRECISION,
+            residuals_tiles, o_tiles, H, HV, K, V, BT, BK, BV, OUTPUT, SAVE, TILES, TILES, PRECISION,
         )  # fmt: skip
     if TILES:
         if rest:
             S = forward_step(
                 S, start + chunks * BT, length - chunks * BT, slot + chunks, hv, i_v, q, k, v, correction, scores,
                 vectors, decay, o, states, residuals, q_tiles, k_tiles, v_tiles, correction_tiles, scores_tiles,
-                states_tiles, residuals_tiles, H, HV, K, V, BT, BK, BV, OUTPUT, SAVE, True, False, PRECISION,
+                states_tiles, residuals_tiles, o_tiles, H, HV, K, V, BT, BK, BV, OUTPUT, SAVE, True, False, PRECISION,
             )  # fmt: skip
     if FINAL:
         if SEGMENTS == 1:
@@ -78,7 +78,7 @@ def forward_chain(
 def reverse_chain(
     n, segment, hv, i_v, q, k, do, correction, scores, vectors, decay, dw, dstates, dfinal_state, dinitial_state,
     dends, transitions,
-    q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles, transitions_tiles,
+    q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles, dw_tiles, transitions_tiles,
     cu_seqlens, chunk_offsets, T, NT, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
@@ -109,14 +109,14 @@ def reverse_chain(
             D = reverse_step(
                 D, start + chunks * BT, length - chunks * BT, slot + chunks, hv, i_v, q, k, do, correction, scores,
                 vectors, decay, dw, dstates, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles,
-                dstates_tiles, H, HV, K, V, BT, BK, BV, True, True, False, PRECISION,
+                dstates_tiles, dw_tiles, H, HV, K, V, BT, BK, BV, True, True, False, PRECISION,
             )  # fmt: skip
     for r in tl.range(0, count, num_stages=STAGES):
         c = end - 1 - r
         D = reverse_step(
             D, start + c * BT, length - c * BT, slot + c, hv, i_v, q, k, do, correction, scores, vectors, decay, dw,
-            dstates, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles, H, HV, K, V, BT, BK,
-            BV, True, TILES, TILES, PRECISION,
+            dstates, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles, dw_tiles, H, HV, K, V,
+            BT, BK, BV, True, TILES, TILES, PRECISION,
         )  # fmt: skip
     if INITIAL:
         if segment == 0:
@@ -126,8 +126,8 @@ def reverse_chain(
 @triton.jit(do_not_specialize=["T", "N", "NT", "span"])
 def forward_chain_kernel(
     q, k, v, correction, scores, vectors, decay, o, states, residuals, initial_state, final_state, ends, transitions,
-    q_tiles, k_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles, transitions_tiles,
-    cu_seqlens, chunk_offsets, T, N, NT, span,
+    q_tiles, k_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles, o_tiles,
+    transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
     SAVE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr, OVERLAP: tl.constexpr,
@@ -146,9 +146,9 @@ def forward_chain_kernel(
     forward_chain(
         task // SEGMENTS, task % SEGMENTS, pid // BLOCKS % HV, pid % BLOCKS, q, k, v, correction, scores, vectors,
         decay, o, states, residuals, initial_state, final_state, ends, transitions, q_tiles, k_tiles, v_tiles,
-        correction_tiles, scores_tiles, states_tiles, residuals_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T,
-        NT, span, H, HV, K, V, BT, BK, BV, PACKED, INITIAL, FINAL, V_FIRST, True, SAVE, TILES, STAGES, SEGMENTS,
-        PRECISION,
+        correction_tiles, scores_tiles, states_tiles, residuals_tiles, o_tiles, transitions_tiles, cu_seqlens,
+        chunk_offsets, T, NT, span, H, HV, K, V, BT, BK, BV, PACKED, INITIAL, FINAL, V_FIRST, True, SAVE, TILES, STAGES,
+        SEGMENTS, PRECISION,
     )  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def backward_chains_kernel(
     q, k, v, do, correction, scores, vectors, decay, states, residuals, dstates, dw,
     initial_state, dfinal_state, dinitial_state, ends, transitions, dends,
     q_tiles, k_tiles, v_tiles, do_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles, dstates_tiles,
-    transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span,
+    dw_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
     RECOMPUTE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, STATE_STAGES: tl.constexpr,
@@ -186,14 +186,15 @@ def backward_chains_kernel(
         reverse_chain(
             n, segment, hv, i_v, q, k, do, correction, scores, vectors, decay, dw, dstates, dfinal_state,
             dinitial_state, dends, transitions, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles,
-            dstates_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, H, HV, K, V, BT, BK, BV, PACKED,
-            INITIAL, FINAL, V_FIRST, TILES, STAGES, SEGMENTS, PRECISION,
+            dstates_tiles, dw_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, H, HV, K, V, BT, BK,
+            BV, PACKED, INITIAL, FINAL, V_FIRST, TILES, STAGES, SEGMENTS, PRECISION,
         )  # fmt: skip
     if RECOMPUTE:
         if state == 1:
             forward_chain(
                 n, segment, hv, i_v, q, k, v, correction, scores, vectors, decay, dw, states, residuals, initial_state,
                 dinitial_state, ends, transitions, q_tiles, k_tiles, v_tiles, correction_tiles, scores_tiles,
-                states_tiles, residuals_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, H, HV, K, V,
-                BT, BK, BV, PACKED, INITIAL, False, V_FIRST, False, True, TILES, STATE_STAGES, SEGMENTS, PRECISION,
+                states_tiles, residuals_tiles, None, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, H, HV,
+                K, V, BT, BK, BV, PACKED, INITIAL, False, V_FIRST, False, True, TILES, STATE_STAGES, SEGMENTS,
+                PRECISION,
             )  # fmt: skip

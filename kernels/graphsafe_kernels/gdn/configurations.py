@@ -46,20 +46,24 @@ class Configuration:
     prepare_block: int
     prepare_warps: int
     prepare_registers: int
+    prepare_stages: int
     clear_block: int
     gradient_key_block: int
     gradient_value_block: int
     gradient_warps: int
     gradient_stages: int
+    gradient_prefetch: bool
     finish_rows: int
     keep_states: bool
     precision: str
     half_inverse: bool
     tiles: bool
     state_tiles: bool
+    row_stores: bool  # o and dw by descriptor; with tiles alone
     span: int  # chunks of a segment in the forward; 0: sequences are not cut
     reverse_span: int  # the same in the backward; 0 or span
     overlap: bool
+    early: tuple[str, ...]  # launches whose successor's programs may come before their end
 
 
 def _power(n: int) -> int:
@@ -128,14 +132,16 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         reverse_warps=8 if capability >= 100 else warps,
         reverse_stages=1 if small else stages,
         state_stages=1 if small else stages,
-        prepare_block=min(key, 64 if wide or capability == 80 else 128),
+        prepare_block=min(key, 64 if wide or tiles or capability == 80 else 128),
         prepare_warps=4 if problem.chunk_size >= 32 else 2,
+        prepare_stages=3 if tiles and key > 64 else 1,
         prepare_registers=0 if wide or not capability else 128 if one_wave else 168,
         clear_block=min(value, 128),
         gradient_key_block=min(key, 32 if narrow else 64),
         gradient_value_block=gradient_block if rows % gradient_block == 0 else chain_block,
         gradient_warps=8 if capability >= 100 and key > 64 else 4,
         gradient_stages=gradient_stages,
+        gradient_prefetch=state_tiles,
         finish_rows=16,
         # The backward's state chain is free where it fits beside the reverse chain; where it would not, the forward
         # keeps its states: about 0.75 KiB a token and value head at K = V = 128 in bf16.
@@ -144,10 +150,12 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         half_inverse=not wide,
         tiles=tiles,
         state_tiles=state_tiles,
+        row_stores=tiles,
         span=span,
         # A backward runs two chains a segment, so it needs twice the room.
         reverse_span=0 if lone else span,
         overlap=capability >= 90 and AVAILABLE,
+        early=(*(() if span else ("prepare",)), "chains", "gradients"),
     )
 
 

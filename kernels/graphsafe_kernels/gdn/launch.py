@@ -118,12 +118,17 @@ def _gates(problem: Problem, bias: bool) -> dict[str, Any]:
             "FACTOR": problem.beta_scale or 1.0}  # fmt: skip
 
 
+def _overlap(c: Configuration, name: str) -> int:
+    """How a launch overlaps with its neighbours: see :mod:`graphsafe_kernels.delta.overlap_kernels`."""
+    return 0 if not c.overlap else 2 if name in c.early else 1
+
+
 def prepare_constants(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[str, Any]:
     """Compile-time constants of :func:`prepare_kernel`."""
     inverse = "fp16" if c.half_inverse and p.qk_l2norm else "fp32"
     return {**_sizes(p), "BK": c.prepare_block, "BV": c.clear_block, "PACKED": packed, "L2NORM": p.qk_l2norm,
             **_gates(p, bias), "TILES": c.tiles, "INVERSE": inverse, "REFINE": p.beta_scale != 1.0,
-            "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
+            "STAGES": c.prepare_stages, "OVERLAP": _overlap(c, "prepare"), "PRECISION": c.precision}  # fmt: skip
 
 
 def chain_constants(p: Problem, c: Configuration, packed: bool, initial: bool, final: bool,
@@ -131,22 +136,23 @@ def chain_constants(p: Problem, c: Configuration, packed: bool, initial: bool, f
     """Compile-time constants of :func:`forward_chain_kernel`."""
     return {**_sizes(p), "BK": c.key_block, "BV": c.chain_block, "PACKED": packed, "INITIAL": initial, "FINAL": final,
             "V_FIRST": p.state_v_first, "SAVE": save, "TILES": c.tiles,
-            "STAGES": c.keep_stages if save else c.chain_stages, "SEGMENTS": segments(p, c.span), "OVERLAP": c.overlap,
-            "PRECISION": c.precision}  # fmt: skip
+            "STAGES": c.keep_stages if save else c.chain_stages, "SEGMENTS": segments(p, c.span),
+            "OVERLAP": _overlap(c, "chain"), "PRECISION": c.precision}  # fmt: skip
 
 
 def segment_states_constants(p: Problem, c: Configuration, packed: bool, initial: bool) -> dict[str, Any]:
     """Compile-time constants of :func:`segment_states_kernel`."""
     return {**_sizes(p), "BK": c.key_block, "BV": c.chain_block, "PACKED": packed, "INITIAL": initial,
             "V_FIRST": p.state_v_first, "TILES": c.tiles, "STAGES": c.keep_stages, "SEGMENTS": segments(p, c.span),
-            "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
+            "OVERLAP": _overlap(c, "segment_states"), "PRECISION": c.precision}  # fmt: skip
 
 
 def segment_gradients_constants(p: Problem, c: Configuration, packed: bool, final: bool) -> dict[str, Any]:
     """Compile-time constants of :func:`segment_gradients_kernel`."""
     return {**_sizes(p), "BK": c.key_block, "BV": c.reverse_block, "PACKED": packed, "FINAL": final,
             "V_FIRST": p.state_v_first, "TILES": c.tiles, "STAGES": c.reverse_stages,
-            "SEGMENTS": segments(p, c.reverse_span), "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
+            "SEGMENTS": segments(p, c.reverse_span), "OVERLAP": _overlap(c, "segment_gradients"),
+            "PRECISION": c.precision}  # fmt: skip
 
 
 def reverse_constants(p: Problem, c: Configuration, packed: bool, initial: bool, final: bool,
@@ -154,7 +160,7 @@ def reverse_constants(p: Problem, c: Configuration, packed: bool, initial: bool,
     """Compile-time constants of :func:`backward_chains_kernel`."""
     return {**_sizes(p), "BK": c.key_block, "BV": c.reverse_block, "PACKED": packed, "INITIAL": initial, "FINAL": final,
             "V_FIRST": p.state_v_first, "RECOMPUTE": recompute, "TILES": c.tiles, "STAGES": c.reverse_stages,
-            "STATE_STAGES": c.state_stages, "SEGMENTS": segments(p, c.reverse_span), "OVERLAP": c.overlap,
+            "STATE_STAGES": c.state_stages, "SEGMENTS": segments(p, c.reverse_span), "OVERLAP": _overlap(c, "chains"),
             "PRECISION": c.precision}  # fmt: skip
 
 
@@ -162,15 +168,15 @@ def gradients_constants(p: Problem, c: Configuration, packed: bool, bias: bool) 
     """Compile-time constants of :func:`gradients_kernel`."""
     return {**_sizes(p), "BK": c.gradient_key_block, "BV": c.gradient_value_block, "KEY": c.key_block,
             "PACKED": packed, "L2NORM": p.qk_l2norm, **_gates(p, bias), "TILES": c.state_tiles,
-            "STAGES": c.gradient_stages, "WHOLE": not parted(p), "OVERLAP": c.overlap,
-            "PRECISION": c.precision}  # fmt: skip
+            "STAGES": c.gradient_stages, "WHOLE": not parted(p), "PREFETCH": c.gradient_prefetch,
+            "OVERLAP": _overlap(c, "gradients"), "PRECISION": c.precision}  # fmt: skip
 
 
 def finish_constants(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[str, Any]:
     """Compile-time constants of :func:`finish_kernel`."""
     return {"H": p.heads, "HV": p.value_heads, "K": p.key_width, "BK": c.key_block, "ROWS": c.finish_rows,
             "PACKED": packed, "L2NORM": p.qk_l2norm, "GATE": p.gate_in_kernel, "BIAS": bias,
-            "PARTS": parted(p), "SUMS": 256, "OVERLAP": c.overlap}  # fmt: skip
+            "PARTS": parted(p), "SUMS": 256, "OVERLAP": _overlap(c, "finish")}  # fmt: skip
 
 
 def parted(p: Problem) -> bool:
@@ -233,7 +239,7 @@ def prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, x: O
     prepared = Prepared(x.q.new_empty(slots, hv, bt, bt), x.q.new_empty(slots, hv, bt, bt),
                         x.q.new_empty(slots, hv, VECTORS.value, bt, dtype=torch.float32),
                         x.q.new_empty(slots, hv, dtype=torch.float32))  # fmt: skip
-    width, block = problem.heads * problem.key_width, (bt, c.key_block)
+    width, block = problem.heads * problem.key_width, (bt, c.prepare_block)
     limit = {"maxnreg": c.prepare_registers} if c.prepare_registers else {}
     launch(
         prepare_kernel, slots * hv,
@@ -280,6 +286,8 @@ def chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Ope
     hv, kw, vw = problem.value_heads, problem.key_width, problem.value_width
     constants = chain_constants(problem, c, tables is not None, x.initial_state is not None, final_state is not None,
                                 prepared.states is not None)  # fmt: skip
+    # Where two stages let two programs share a multiprocessor, the buffer of a store would not.
+    rows = c.row_stores and constants["STAGES"] > 2
     cu_seqlens, _, chunk_offsets = _boundaries(tables)
     launch(
         forward_chain_kernel, problem.sequences * constants["SEGMENTS"] * hv * triton.cdiv(vw, bv),
@@ -288,8 +296,8 @@ def chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Ope
         _tile(x.q, problem.heads * kw, (bt, bk), tiles), _tile(x.k, problem.heads * kw, (bt, bk), tiles),
         _tile(x.v, hv * vw, (bt, bv), tiles), _tile(prepared.correction, bt, (bt, bt), tiles),
         _tile(prepared.scores, bt, (bt, bt), tiles), _tile(prepared.states, bk, (bv, bk), tiles),
-        _tile(prepared.residuals, bt, (bv, bt), tiles), _tile(prepared.transitions, bk, (bk, bk), tiles), cu_seqlens,
-        chunk_offsets),
+        _tile(prepared.residuals, bt, (bv, bt), tiles), _tile(o, hv * vw, (bt, bv), True) if rows else None,
+        _tile(prepared.transitions, bk, (bk, bk), tiles), cu_seqlens, chunk_offsets),
         (problem.tokens, problem.sequences, problem.chunks, c.span), constants,
         _options(c, c.chain_warps, constants["STAGES"]),
     )  # fmt: skip
@@ -382,8 +390,8 @@ def chains(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Op
         _tile(x.v, hv * vw, (bt, bv), tiles), _tile(do, hv * vw, (bt, bv), tiles),
         _tile(prepared.correction, bt, (bt, bt), tiles), _tile(prepared.scores, bt, (bt, bt), tiles),
         _tile(prepared.states, bk, (bv, bk), tiles), _tile(prepared.residuals, bt, (bv, bt), tiles),
-        _tile(w.dstates, bk, (bv, bk), tiles), _tile(prepared.transitions, bk, (bk, bk), tiles), cu_seqlens,
-        chunk_offsets),
+        _tile(w.dstates, bk, (bv, bk), tiles), _tile(w.dv, hv * vw, (bt, bv), True) if c.row_stores else None,
+        _tile(prepared.transitions, bk, (bk, bk), tiles), cu_seqlens, chunk_offsets),
         (problem.tokens, problem.sequences, problem.chunks, c.reverse_span), constants,
         _options(c, c.reverse_warps, c.reverse_stages),
     )  # fmt: skip

@@ -31,6 +31,7 @@ import triton.language as tl
 
 from graphsafe_kernels.delta.gate_kernels import log_gate, log_gate_slope
 from graphsafe_kernels.delta.overlap_kernels import follow
+from graphsafe_kernels.delta.prefetch_kernels import prefetch_lines, prefetch_rows
 from graphsafe_kernels.delta.row_kernels import clear_rows, load_rows, locate_slot, padding_rows
 from graphsafe_kernels.gdn.prepare_kernels import VECTORS
 
@@ -75,7 +76,7 @@ def gradients_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KEY: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    WHOLE: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, PREFETCH: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per slot and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and
     becomes dv; dq, dk ``[tokens, HV, K]`` are parts, or with WHOLE the gradients themselves; dg, dbeta
@@ -116,6 +117,12 @@ def gradients_kernel(
         dt = load_rows(do + hv * V, row, rows, 0, V, HV * V, BT, BV)
         out = dv + hv * V + row * (HV * V) + i[:, None] * (HV * V) + j[None, :]
         tl.store(out, (dw.to(tl.float32) * b[:, None]).to(DT), mask=m[:, None] & (j < V)[None, :])
+    if PREFETCH:
+        # What the scores and the loop over K load later, in the order of use.
+        prefetch_lines(scores + at * (BT * BT), BT * BT)
+        prefetch_rows(q + hq * K, row, rows, K, H * K, BT)
+        prefetch_lines(states + at * (STATE_ROWS * KEY), STATE_ROWS * KEY)
+        prefetch_lines(dstates + at * (STATE_ROWS * KEY), STATE_ROWS * KEY)
     KK = tl.dot(kt, tl.trans(kt), input_precision=PRECISION)
     for column in tl.static_range(KEY_BLOCK, K, KEY_BLOCK):
         kn = load_rows(k + hq * K, row, rows, column, K, H * K, BT, KEY_BLOCK)

@@ -60,7 +60,7 @@ def prepare_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, INVERSE: tl.constexpr, REFINE: tl.constexpr,
-    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per slot and value head, heads fastest. q, k ``[tokens, H, K]``; g, beta ``[tokens, HV]``;
     A_log, dt_bias ``[HV]``; correction, scores ``[slots, HV, BT, BT]``; vectors ``[slots, HV, 7, BT]`` fp32;
@@ -83,13 +83,20 @@ def prepare_kernel(
     gate = tl.load(g + row * HV + hv + i * HV, mask=m, other=0.0).to(tl.float32)
     b = tl.load(beta + row * HV + hv + i * HV, mask=m, other=0.0)
     if TILES:
-        kt = k_tiles.load([row.to(tl.int32), hq * K])
-        qt = q_tiles.load([row.to(tl.int32), hq * K])
-        KK = tl.dot(kt, tl.trans(kt), input_precision=PRECISION)
-        QK = tl.dot(qt, tl.trans(kt), input_precision=PRECISION)
+        KK = tl.zeros([BT, BT], tl.float32)
+        QK = tl.zeros([BT, BT], tl.float32)
+        QQ = tl.zeros([BT, BT], tl.float32)
+        # In a pipelined loop every load is in flight before the first product.
+        for first_column in tl.range(0, K, BK, num_stages=STAGES):
+            kt = k_tiles.load([row.to(tl.int32), hq * K + first_column])
+            qt = q_tiles.load([row.to(tl.int32), hq * K + first_column])
+            KK = tl.dot(kt, tl.trans(kt), KK, input_precision=PRECISION)
+            QK = tl.dot(qt, tl.trans(kt), QK, input_precision=PRECISION)
+            if L2NORM:
+                # Sums of squares as a product's diagonal: the tile need not pass through registers.
+                QQ = tl.dot(qt, tl.trans(qt), QQ, input_precision=PRECISION)
         if L2NORM:
-            # Sums of squares as a product's diagonal: the tile need not pass through registers.
-            qq = diagonal(tl.dot(qt, tl.trans(qt), input_precision=PRECISION))
+            qq = diagonal(QQ)
     # Scalar bases are 64-bit, offsets inside a tile 32-bit: half the registers for addresses.
     k += row * (H * K) + hq * K
     q += row * (H * K) + hq * K
@@ -123,12 +130,8 @@ def prepare_kernel(
     scores += at * (BT * BT)
     correction += at * (BT * BT)
     tile = i[:, None] * BT + i[None, :]
-    grown = tl.exp2(G)
     vec = vectors + at * (VECTORS * BT) + i
-    tl.store(vec, grown * rk)
     tl.store(vec + BT, b)
-    tl.store(vec + 2 * BT, grown * rq * scale)
-    tl.store(vec + 3 * BT, tl.exp2(last - G) * rk)
     tl.store(vec + 4 * BT, G)
     tl.store(vec + 5 * BT, rk)
     tl.store(vec + 6 * BT, rq)
@@ -137,8 +140,17 @@ def prepare_kernel(
     low = (i[:, None] >= i[None, :]) & m[:, None]
     P = tl.where(low, QK * between * (rq * scale)[:, None] * rk[None, :], 0.0)
     tl.store(scores + tile, P.to(scores.dtype.element_ty))
+    # What is in the layout of products reaches other vectors' through memory: by registers it takes two barriers each.
+    tl.debug_barrier()
+    Gm = tl.load(vec + 4 * BT)
+    rkm = tl.load(vec + 5 * BT)
+    rqm = tl.load(vec + 6 * BT)
     C = tl.where(low, KK * between * rk[:, None] * rk[None, :], 0.0)
     X = correction_tile(C, b, BT, tl.float16 if INVERSE == "fp16" else tl.float32, PRECISION)
+    grown = tl.exp2(Gm)
+    tl.store(vec, grown * rkm)
+    tl.store(vec + 2 * BT, grown * rqm * scale)
+    tl.store(vec + 3 * BT, tl.exp2(last - Gm) * rkm)
     if REFINE and INVERSE == "fp16":
         half = X.to(tl.float16)
         refined = tl.max(b, 0) > 1.0

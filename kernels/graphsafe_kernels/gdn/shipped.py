@@ -73,6 +73,7 @@ def _kernels(p: launch.Problem, c: Configuration, dtype: torch.dtype, full: bool
     }  # fmt: skip
     state_tile = tile(c.chain_block, c.key_block)
     kept_tiles = {"states_tiles": state_tile, "dstates_tiles": state_tile, "residuals_tiles": tile(c.chain_block, bt)}
+    row_tiles = dict.fromkeys(("o_tiles", "dw_tiles"), tile(bt, c.chain_block, c.row_stores))
     block = tile(c.gradient_value_block, c.gradient_key_block, c.state_tiles)
 
     def entry(kernel: Any, types: dict[str, Any], constants: dict[str, Any], warps: int, stages: int) -> Shipped:
@@ -80,7 +81,8 @@ def _kernels(p: launch.Problem, c: Configuration, dtype: torch.dtype, full: bool
         return Shipped(kernel, name, here, constants, warps, stages)
 
     constants = launch.prepare_constants(p, c, True, full)
-    yield entry(launch.prepare_kernel, {**common, **token_tiles}, constants, c.prepare_warps, 1)
+    types = {**common, **dict.fromkeys(("q_tiles", "k_tiles"), tile(bt, c.prepare_block))}
+    yield entry(launch.prepare_kernel, types, constants, c.prepare_warps, 1)
     if c.span:
         constants = launch.segment_states_constants(p, c, True, full)
         types = {**common, **token_tiles, **cut(c.span)}
@@ -91,11 +93,12 @@ def _kernels(p: launch.Problem, c: Configuration, dtype: torch.dtype, full: bool
         yield entry(launch.segment_gradients_kernel, types, constants, c.reverse_warps, c.reverse_stages)
     for save in (False, True):
         constants = launch.chain_constants(p, c, True, full, full, save)
-        types = {**common, **token_tiles, **(kept | kept_tiles if save else {}), **cut(c.span)}
+        rows = row_tiles if constants["STAGES"] > 2 else {}
+        types = {**common, **token_tiles, **rows, **(kept | kept_tiles if save else {}), **cut(c.span)}
         yield entry(launch.forward_chain_kernel, types, constants, c.chain_warps, constants["STAGES"])
     for recompute in (False, True):
         constants = launch.reverse_constants(p, c, True, full, full, recompute)
-        types = {**common, **kept, **token_tiles, **kept_tiles, **cut(c.reverse_span)}
+        types = {**common, **kept, **token_tiles, **row_tiles, **kept_tiles, **cut(c.reverse_span)}
         yield entry(launch.backward_chains_kernel, types, constants, c.reverse_warps, c.reverse_stages)
     if capability != 80 and not (bt == 32 and capability == 90):
         constants = launch.gradients_constants(p, c, True, full)

@@ -22,7 +22,7 @@ from graphsafe_kernels.gdn.prepare_kernels import VECTORS
 @triton.jit
 def forward_step(
     S, row, left, slot, hv, i_v, q, k, v, correction, scores, vectors, decay, o, states, residuals,
-    q_tiles, k_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles,
+    q_tiles, k_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles, o_tiles,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr,
     PRECISION: tl.constexpr, valued=True,
@@ -75,8 +75,11 @@ def forward_step(
         c = tl.load(vec + 2 * BT)[None, :]
         y = tl.dot(Sb, tl.trans(qt), input_precision=PRECISION) * c
         y = tl.dot(w.to(DT), tl.trans(pt), y, input_precision=PRECISION)
-        mask = (i < left)[:, None] & (iv < V)[None, :]
-        tl.store(o + hv * V + row * (HV * V) + i[:, None] * (HV * V) + iv[None, :], tl.trans(y).to(DT), mask=mask)
+        if WHOLE and o_tiles is not None:
+            o_tiles.store([row.to(tl.int32), hv * V + i_v * BV], tl.trans(y.to(DT)))
+        else:
+            mask = (i < left)[:, None] & (iv < V)[None, :]
+            tl.store(o + hv * V + row * (HV * V) + i[:, None] * (HV * V) + iv[None, :], tl.trans(y).to(DT), mask=mask)
     if SAVE:
         if TILES:
             residuals_tiles.store([(slot * HV + hv) * V + i_v * BV, 0], e.to(DT))
@@ -89,7 +92,7 @@ def forward_step(
 @triton.jit
 def reverse_step(
     D, row, left, slot, hv, i_v, q, k, do, correction, scores, vectors, decay, dw, dstates,
-    q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles,
+    q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles, dw_tiles,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, SAVE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +136,10 @@ def reverse_step(
     b = tl.load(vec + BT)[None, :]
     D = tl.dot((y * (0.0 - a * b)).to(DT), kt, D * tl.load(decay + at), input_precision=PRECISION)
     if SAVE:
-        mask = (i < left)[:, None] & (iv < V)[None, :]
-        tl.store(dw + hv * V + row * (HV * V) + i[:, None] * (HV * V) + iv[None, :], tl.trans(y).to(DT), mask=mask)
+        if WHOLE and dw_tiles is not None:
+            dw_tiles.store([row.to(tl.int32), hv * V + i_v * BV], tl.trans(y.to(DT)))
+        else:
+            mask = (i < left)[:, None] & (iv < V)[None, :]
+            tl.store(dw + hv * V + row * (HV * V) + i[:, None] * (HV * V) + iv[None, :], tl.trans(y).to(DT), mask=mask)
     c = tl.load(vec + 2 * BT)[None, :]
     return tl.dot((dT.to(tl.float32) * c).to(DT), qt, D, input_precision=PRECISION)
