@@ -172,10 +172,12 @@ class Case:
 
     @property
     def label(self) -> str:
-        """A short name for tables and plots; options are in it where they are not those that the models use."""
+        """A short name for tables and plots, with what is not usual: a layout but ``random``, options but the models'."""
         text = f"{self.operator} {self.tokens}x{self.sequences}"
         if self.fill < 1:
             text += f" {self.fill:.0%}"
+        if self.sequences > 1 and self.layout != "random":
+            text += f" {self.layout}"
         return ", ".join(filter(None, (text, self.size_label, self._options_label, SHORT[self.direction])))
 
     @property
@@ -205,12 +207,14 @@ class Case:
         return json.dumps({k: v for k, v in self.as_dict().items() if k != "group"}, sort_keys=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, without the sizes that this operator does not have."""
+        """Plain values, without what makes no difference: sizes that this operator does not have, one layout of one."""
         unused = {name for names in _SHAPE.values() for name in names} - set(self.shape)
         if self.operator in ("tables", "gdn-layer", "kda-layer", "gdn-step", "kda-step"):
             unused |= {"states", "options"}
         if self.operator == "tables":
             unused |= {"dtype"}
+        if self.sequences == 1:
+            unused |= {"layout"}
         return {k: v for k, v in dataclasses.asdict(self).items() if k not in unused}
 
     @classmethod

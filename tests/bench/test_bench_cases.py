@@ -88,6 +88,18 @@ def test_a_key_leaves_out_what_does_not_matter() -> None:
     assert small(width=64).key == small(width=128).key
     assert small(heads=2, value_heads=2).key != small().key
     assert Case("tables", 64, dtype="float32").key == Case("tables", 64, dtype="float16").key
+    assert small(sequences=1, layout="even").key == small(sequences=1).key
+    assert small(layout="even").key != small().key
+
+
+def test_a_label_tells_two_layouts_apart() -> None:
+    assert {small(layout=layout).label for layout in ("even", "random", "short-tail")} == {
+        "gdn 128x2 50%, 1/1x16, plain, fwd",
+        "gdn 128x2 50% even, 1/1x16, plain, fwd",
+        "gdn 128x2 50% short-tail, 1/1x16, plain, fwd",
+    }
+    listed = {case.key: case.label for name in PRESETS for case in preset(name)}
+    assert len(set(listed.values())) == len(listed)
 
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
