@@ -172,7 +172,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """A short name for tables and plots, with what is not usual: a layout but ``random``, options but the models'."""
+        """A short name for tables and plots, with what is not usual: another layout than ``random``, other options."""
         text = f"{self.operator} {self.tokens}x{self.sequences}"
         if self.fill < 1:
             text += f" {self.fill:.0%}"
