@@ -15,13 +15,13 @@ Requirements
    alternate, sums cancel, and :func:`refine_tile` makes up for it.
 """
 
-# ruff: noqa: SIM108 - a compile-time if is not a choice of values
 import triton
 import triton.language as tl
 from triton.backends import backends
 
-WHOLE_TILES: tl.constexpr = tl.constexpr("ascend" in backends)
-"""Whether the diagonal tiles are kept in a matrix of zeros: the Ascend compiler pads a batch past its memory."""
+BY_LEVELS: tl.constexpr = tl.constexpr("ascend" in backends)
+"""Whether the system is solved by levels on whole matrices: the Ascend compiler pads a batch of tiles past its memory,
+and its time grows with the square of what is unrolled."""
 
 
 @triton.jit
@@ -49,20 +49,20 @@ def batched_inverse(C, b, BT: tl.constexpr, DT: tl.constexpr, PRECISION: tl.cons
 
 
 @triton.jit
-def whole_inverse(C, b, BT: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr):
-    """The same steps on matrices ``[BT, BT]`` that are zero outside the diagonal tiles."""
+def level_inverse(C, b, BT: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr):
+    """(I - diag(b) C)^-1 of the whole chunk, ``[BT, BT]`` fp32: the inverses of blocks of 2^l rows, from l = 0 up, give
+    those of blocks of twice as many, X <- X + X diag(b) C X with what lies between two blocks alone."""
+    LEVELS: tl.constexpr = 7 if BT == 128 else 6 if BT == 64 else 5 if BT == 32 else 4
     i = tl.arange(0, BT)
-    distance = i[:, None] - i[None, :]
-    near = i[:, None] // 8 == i[None, :] // 8
-    Ad = tl.where(i[:, None] // 16 == i[None, :] // 16, b[:, None] * C, 0.0)
-    eye = tl.where(distance == 0, 1.0, 0.0)
-    A8 = tl.where(near, Ad, 0.0)
-    X = eye + A8
-    A8 = A8.to(DT)
-    for step in tl.range(1, 7):
-        X = tl.dot(tl.where(distance <= step, X, 0.0).to(DT), A8, eye, input_precision=PRECISION)
-    between = tl.dot(tl.where(near, 0.0, Ad).to(DT), X.to(DT), input_precision=PRECISION)
-    return tl.dot(X.to(DT), between.to(DT), X, input_precision=PRECISION).to(DT)
+    A = b[:, None] * C
+    X = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for level in tl.range(0, LEVELS):
+        r = i[:, None] >> level
+        c = i[None, :] >> level
+        between = tl.where(((r & 1) == 1) & (r == c + 1), A, 0.0).to(DT)
+        half = tl.dot(X.to(DT), between, input_precision=PRECISION)
+        X = tl.dot(half.to(DT), X.to(DT), X, input_precision=PRECISION)
+    return X
 
 
 @triton.jit
@@ -74,18 +74,18 @@ def correction_tile(C, b, BT: tl.constexpr, DT: tl.constexpr, PRECISION: tl.cons
     NB: tl.constexpr = BT // 16
     i = tl.arange(0, BT)
     C = tl.where(i[:, None] > i[None, :], -C, 0.0)
-    if WHOLE_TILES:
-        X = whole_inverse(C, b, BT, DT, PRECISION)
+    if BY_LEVELS:
+        N = tl.dot(C.to(DT), level_inverse(C, b, BT, DT, PRECISION).to(DT), input_precision=PRECISION)
     else:
         X = batched_inverse(C, b, BT, DT, PRECISION)
-    # N = -C (I + diag(b) C)^-1; with the diagonal tiles alone in the inverse this is F = -C X. One block diagonal after
-    # the other: N <- F + N (diag(b) F off the diagonal tiles).
-    F = tl.dot(C.to(DT), X, input_precision=PRECISION)
-    N = F
-    if NB > 1:
-        B = tl.where((i // 16)[:, None] > (i // 16)[None, :], b[:, None] * F, 0.0).to(DT)
-        for _ in tl.static_range(NB - 1):
-            N = tl.dot(N.to(DT), B, F, input_precision=PRECISION)
+        # N = -C (I + diag(b) C)^-1; with the diagonal tiles alone in the inverse this is F = -C X. One block diagonal
+        # after the other: N <- F + N (diag(b) F off the diagonal tiles).
+        F = tl.dot(C.to(DT), X, input_precision=PRECISION)
+        N = F
+        if NB > 1:
+            B = tl.where((i // 16)[:, None] > (i // 16)[None, :], b[:, None] * F, 0.0).to(DT)
+            for _ in tl.static_range(NB - 1):
+                N = tl.dot(N.to(DT), B, F, input_precision=PRECISION)
     return N
 
 

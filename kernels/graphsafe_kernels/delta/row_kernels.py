@@ -89,23 +89,23 @@ def state_tile(n, hv, i_v, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, B
 
 
 @triton.jit
-def load_state(pointer, n, hv, i_v, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+def load_state(pointer, place, mask, n, hv, i_v, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
                BV: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
-    """The transposed tile [BV, BK] of a state [N, HV, K, V], or [N, HV, V, K] with V_FIRST; zero outside."""
+    """The transposed tile [BV, BK] of a state [N, HV, K, V], or [N, HV, V, K] with V_FIRST, zero outside; ``place`` and
+    ``mask`` are its :func:`state_tile`."""
     if IN_ORDER and not V_FIRST:
         k = tl.arange(0, BK)
         v = i_v * BV + tl.arange(0, BV)
         at = (n.to(tl.int64) * HV + hv) * (K * V) + k[:, None] * V + v[None, :]
         S = tl.trans(tl.load(pointer + at, mask=(k < K)[:, None] & (v < V)[None, :], other=0.0))
     else:
-        at, mask = state_tile(n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
-        S = tl.load(pointer + at, mask=mask, other=0.0)
+        S = tl.load(pointer + place, mask=mask, other=0.0)
     return S
 
 
 @triton.jit
-def store_state(pointer, S, n, hv, i_v, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-                BV: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
+def store_state(pointer, S, place, mask, n, hv, i_v, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+                BK: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
     """Write a tile that :func:`load_state` reads."""
     if IN_ORDER and not V_FIRST:
         k = tl.arange(0, BK)
@@ -113,8 +113,7 @@ def store_state(pointer, S, n, hv, i_v, HV: tl.constexpr, K: tl.constexpr, V: tl
         at = (n.to(tl.int64) * HV + hv) * (K * V) + k[:, None] * V + v[None, :]
         tl.store(pointer + at, tl.trans(S), mask=(k < K)[:, None] & (v < V)[None, :])
     else:
-        at, mask = state_tile(n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
-        tl.store(pointer + at, S, mask=mask)
+        tl.store(pointer + place, S, mask=mask)
 
 
 @triton.jit

@@ -23,7 +23,14 @@ Requirements
 import triton
 import triton.language as tl
 
-from graphsafe_kernels.delta.row_kernels import load_rows, locate_sequence, state_offsets, state_tile
+from graphsafe_kernels.delta.row_kernels import (
+    load_rows,
+    load_state,
+    locate_sequence,
+    state_offsets,
+    state_tile,
+    store_state,
+)
 from graphsafe_kernels.gdn.segment_kernels import segment_gradient, segment_state
 from graphsafe_kernels.kda.prepare_kernels import VECTORS
 
@@ -122,7 +129,6 @@ def forward_chain(
     place, mask = state_tile(n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
     first = 0
     end = tl.cdiv(length, BT)
-    final = True
     if SEGMENTS > 1:
         first = segment * span
         final = first + span >= end
@@ -132,20 +138,23 @@ def forward_chain(
                           BK, INITIAL, TILES, SEGMENTS, PRECISION)  # fmt: skip
     else:
         if INITIAL:
-            S = tl.load(initial_state + place, mask=mask, other=0.0).to(tl.float32)
+            S = load_state(initial_state, place, mask, n, hv, i_v, HV, K, V, BK, BV, V_FIRST).to(tl.float32)
         else:
             S = tl.zeros([BV, BK], tl.float32)
     for c in tl.range(first, end, num_stages=STAGES):
         if INTERMEDIATES:
             inner, _ = state_tile(slot + c, hv, i_v, HV, K, V, BK, BV, V_FIRST)
-            tl.store(intermediates + inner, S, mask=mask)
+            store_state(intermediates, S, inner, mask, slot + c, hv, i_v, HV, K, V, BK, BV, V_FIRST)
         S = forward_step(
             S, (slot + c).to(tl.int64) * HV + hv, start + c * BT, length - c * BT, hv, i_v, kg, qg, kd, v, correction,
             scores, vectors, decay, o, states, residuals, kg_tiles, qg_tiles, kd_tiles, v_tiles, correction_tiles,
             scores_tiles, states_tiles, residuals_tiles, HV, K, V, BT, BK, BV, OUTPUT, SAVE, TILES, PRECISION,
         )  # fmt: skip
     if FINAL:
-        tl.store(final_state + place, S, mask=mask & final)
+        if SEGMENTS > 1:
+            tl.store(final_state + place, S, mask=mask & final)
+        else:
+            store_state(final_state, S, place, mask, n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
 
 
 @triton.jit
@@ -210,7 +219,7 @@ def reverse_chain(
                              K, V, BK, FINAL, TILES, SEGMENTS, PRECISION)  # fmt: skip
     else:
         if FINAL:
-            D = tl.load(dfinal_state + place, mask=mask, other=0.0).to(tl.float32)
+            D = load_state(dfinal_state, place, mask, n, hv, i_v, HV, K, V, BK, BV, V_FIRST).to(tl.float32)
         else:
             D = tl.zeros([BV, BK], tl.float32)
     for r in tl.range(0, end - first, num_stages=STAGES):
@@ -221,7 +230,10 @@ def reverse_chain(
             dstates_tiles, HV, K, V, BT, BK, BV, True, TILES, PRECISION,
         )  # fmt: skip
     if INITIAL:
-        tl.store(dinitial_state + place, D, mask=mask & (segment == 0))
+        if SEGMENTS > 1:
+            tl.store(dinitial_state + place, D, mask=mask & (segment == 0))
+        else:
+            store_state(dinitial_state, D, place, mask, n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
 
 
 @triton.jit
@@ -239,9 +251,10 @@ def forward_chain_kernel(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr, SAVE: tl.constexpr,
     INTERMEDIATES: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Output and final state. One program per sequence, segment, value head and block of BV columns, blocks fastest.
+    """Output and final state. One task per sequence, segment, value head and block of BV columns, blocks fastest; a
+    program has one, or with LOOP walks them (and sequences are whole).
 
     v, o ``[tokens, HV, V]``; states ``[slots, HV, V, K]`` and residuals ``[slots, HV, V, BT]`` are written with SAVE,
     intermediates ``[slots, HV, K, V]`` fp32 (or V, K) with INTERMEDIATES; ends and transitions as ``segment_kernels``
@@ -249,52 +262,43 @@ def forward_chain_kernel(
     """
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
-    task = pid // (BLOCKS * HV)
-    n = task // SEGMENTS
-    segment = task % SEGMENTS
-    if SEGMENTS > 1:
-        if is_past(n, segment, span, cu_seqlens, chunk_offsets, T, NT, PACKED, BT):
-            return
-    forward_chain(
-        n, segment, pid // BLOCKS % HV, pid % BLOCKS, kg, qg, kd, v, correction, scores, vectors, decay, o, states,
-        residuals, intermediates, initial_state, final_state, ends, transitions, kg_tiles, qg_tiles, kd_tiles, v_tiles,
-        correction_tiles, scores_tiles, states_tiles, residuals_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T,
-        NT, span, HV, K, V, BT, BK, BV, PACKED, INITIAL, FINAL, V_FIRST, True, SAVE, INTERMEDIATES, TILES, STAGES,
-        SEGMENTS, PRECISION,
-    )  # fmt: skip
+    if LOOP:
+        tl.static_assert(SEGMENTS == 1)
+        for task in tl.range(pid, N * (HV * BLOCKS), tl.num_programs(0)):
+            forward_chain(
+                task // (BLOCKS * HV), 0, task // BLOCKS % HV, task % BLOCKS, kg, qg, kd, v, correction, scores,
+                vectors, decay, o, states, residuals, intermediates, initial_state, final_state, ends, transitions,
+                kg_tiles, qg_tiles, kd_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles,
+                transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, HV, K, V, BT, BK, BV, PACKED, INITIAL, FINAL,
+                V_FIRST, True, SAVE, INTERMEDIATES, TILES, STAGES, SEGMENTS, PRECISION,
+            )  # fmt: skip
+    else:
+        task = pid // (BLOCKS * HV)
+        n = task // SEGMENTS
+        segment = task % SEGMENTS
+        if SEGMENTS > 1:
+            if is_past(n, segment, span, cu_seqlens, chunk_offsets, T, NT, PACKED, BT):
+                return
+        forward_chain(
+            n, segment, pid // BLOCKS % HV, pid % BLOCKS, kg, qg, kd, v, correction, scores, vectors, decay, o, states,
+            residuals, intermediates, initial_state, final_state, ends, transitions, kg_tiles, qg_tiles, kd_tiles,
+            v_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles, transitions_tiles, cu_seqlens,
+            chunk_offsets, T, NT, span, HV, K, V, BT, BK, BV, PACKED, INITIAL, FINAL, V_FIRST, True, SAVE,
+            INTERMEDIATES, TILES, STAGES, SEGMENTS, PRECISION,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "span"])
-def backward_chains_kernel(
-    kg, qg, kd, v, do, correction, scores, vectors, decay, states, residuals, dstates, dw,
+@triton.jit
+def backward_chain(
+    reverse, n, segment, hv, i_v, kg, qg, kd, v, do, correction, scores, vectors, decay, states, residuals, dstates, dw,
     initial_state, dfinal_state, dinitial_state, ends, transitions, dends,
     kg_tiles, qg_tiles, kd_tiles, v_tiles, do_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles,
-    dstates_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span,
+    dstates_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr, RECOMPUTE: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr, TILES: tl.constexpr,
+    STAGES: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Both chains of the backward in one launch: the reverse chain, and with RECOMPUTE the state chain beside it.
-
-    Grid: (RECOMPUTE + 1) programs per sequence, segment, value head and block. Writes dstates ``[slots, HV, V, K]``
-    (the gradient of the state behind each chunk), dw ``[tokens, HV, V]``, dinitial_state, and with RECOMPUTE the states
-    ``[slots, HV, V, K]`` before each chunk and the residuals ``[slots, HV, V, BT]``.
-    """
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    i_v = pid % BLOCKS
-    task = pid // BLOCKS
-    reverse = True
-    if RECOMPUTE:
-        reverse = task % 2 == 0
-        task = task // 2
-    hv = task % HV
-    task = task // HV
-    n = task // SEGMENTS
-    segment = task % SEGMENTS
-    if SEGMENTS > 1:
-        if is_past(n, segment, span, cu_seqlens, chunk_offsets, T, NT, PACKED, BT):
-            return
+    """The reverse chain, or the state chain without an output."""
     if reverse:
         reverse_chain(
             n, segment, hv, i_v, kg, qg, kd, do, correction, scores, vectors, decay, dw, dstates, dfinal_state,
@@ -308,4 +312,60 @@ def backward_chains_kernel(
             initial_state, None, ends, transitions, kg_tiles, qg_tiles, kd_tiles, v_tiles, correction_tiles,
             scores_tiles, states_tiles, residuals_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, HV,
             K, V, BT, BK, BV, PACKED, INITIAL, False, V_FIRST, False, True, False, TILES, STAGES, SEGMENTS, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "N", "NT", "span"])
+def backward_chains_kernel(
+    kg, qg, kd, v, do, correction, scores, vectors, decay, states, residuals, dstates, dw,
+    initial_state, dfinal_state, dinitial_state, ends, transitions, dends,
+    kg_tiles, qg_tiles, kd_tiles, v_tiles, do_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles,
+    dstates_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr, RECOMPUTE: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """Both chains of the backward in one launch: the reverse chain, and with RECOMPUTE the state chain beside it.
+
+    (RECOMPUTE + 1) tasks per sequence, segment, value head and block, walked as in the forward. Writes dstates
+    ``[slots, HV, V, K]`` (the gradient of the state behind each chunk), dw ``[tokens, HV, V]``, dinitial_state, and
+    with RECOMPUTE the states ``[slots, HV, V, K]`` before each chunk and the residuals ``[slots, HV, V, BT]``.
+    """
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    if LOOP:
+        tl.static_assert(SEGMENTS == 1)
+        for number in tl.range(pid, N * (HV * BLOCKS * (RECOMPUTE + 1)), tl.num_programs(0)):
+            task = number // BLOCKS
+            reverse = True
+            if RECOMPUTE:
+                reverse = task % 2 == 0
+                task = task // 2
+            backward_chain(
+                reverse, task // HV, 0, task % HV, number % BLOCKS, kg, qg, kd, v, do, correction, scores, vectors,
+                decay, states, residuals, dstates, dw, initial_state, dfinal_state, dinitial_state, ends, transitions,
+                dends, kg_tiles, qg_tiles, kd_tiles, v_tiles, do_tiles, correction_tiles, scores_tiles, states_tiles,
+                residuals_tiles, dstates_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, HV, K, V, BT,
+                BK, BV, PACKED, INITIAL, FINAL, V_FIRST, TILES, STAGES, SEGMENTS, PRECISION,
+            )  # fmt: skip
+    else:
+        i_v = pid % BLOCKS
+        task = pid // BLOCKS
+        reverse = True
+        if RECOMPUTE:
+            reverse = task % 2 == 0
+            task = task // 2
+        hv = task % HV
+        task = task // HV
+        n = task // SEGMENTS
+        segment = task % SEGMENTS
+        if SEGMENTS > 1:
+            if is_past(n, segment, span, cu_seqlens, chunk_offsets, T, NT, PACKED, BT):
+                return
+        backward_chain(
+            reverse, n, segment, hv, i_v, kg, qg, kd, v, do, correction, scores, vectors, decay, states, residuals,
+            dstates, dw, initial_state, dfinal_state, dinitial_state, ends, transitions, dends, kg_tiles, qg_tiles,
+            kd_tiles, v_tiles, do_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles, dstates_tiles,
+            transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, HV, K, V, BT, BK, BV, PACKED, INITIAL, FINAL,
+            V_FIRST, TILES, STAGES, SEGMENTS, PRECISION,
         )  # fmt: skip

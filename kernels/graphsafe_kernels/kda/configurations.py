@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from graphsafe_kernels.policy import KINDS
+
 __all__ = ["Configuration", "Problem", "choose"]
 
 MULTIPROCESSORS = 132
@@ -59,11 +61,10 @@ class Configuration:
 
     ``column_block``: columns of K that the preparation and the gradients take at a time, ``product_block``: that the
     products take; ``chain_block``, ``clear_block``: of V; ``save_stages``: of a forward chain that keeps states.
-    ``*_registers``: a thread's at most, ``tile_registers`` of a preparation without scores. ``stacked``: products of
-    one right operand as one. ``keep_tiles``, ``keep_states``: a forward leaves these though it was not asked to.
     ``half_inverse``: the triangular system by fp16 dots; ``tiles``: chains load by descriptors; ``safe``: pairs within
-    a tile by the bounded form, ``pairs``: type of the dots that meet pairs. ``span``: chunks of a segment; 0: no
-    sequence is cut.
+    a tile by the bounded form, ``pairs``: type of the dots that meet pairs. ``levels``: pairs by levels of the whole
+    chunk. ``span``: chunks of a segment; 0: no sequence is cut. ``cores``: a grid has at most this many programs, which
+    walk tasks; 0: a program has one task.
     """
 
     key_block: int
@@ -92,6 +93,12 @@ class Configuration:
     safe: bool
     pairs: torch.dtype
     span: int
+    levels: bool
+    cores: int
+
+    def programs(self, tasks: int) -> int:
+        """The grid of a kernel with that many tasks."""
+        return min(tasks, self.cores) if self.cores else tasks
 
 
 def _power(n: int) -> int:
@@ -111,6 +118,7 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
     wide = dtype == torch.float32
     key, value = _power(problem.key_width), _power(problem.value_width)
     programs = problem.sequences * problem.value_heads
+    cores = KINDS[kind].cores
     # Descriptors read whole tiles only, rows of a multiple of 16 bytes, and address rows by 32 bits.
     tiles = (
         kind in ("sm_90", "sm_100")
@@ -140,7 +148,7 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         chain_stages=stages,
         save_stages=min(stages, 2),  # three would need more shared memory than there is
         reverse_stages=min(stages, 2),
-        column_block=16,
+        column_block=32 if cores else 16,
         prepare_warps=4,
         product_block=product_block,
         product_warps=4 if tiles else 8,
@@ -155,9 +163,11 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         keep_tiles=False,
         keep_states=False,
         precision="tf32x3" if kind.startswith("sm_") else "ieee",
-        half_inverse=not wide and problem.qk_l2norm,
+        half_inverse=not wide and not cores and problem.qk_l2norm,
         tiles=tiles,
         safe=problem.safe_gate and not wide,
         pairs=pairs,
-        span=_span(problem.chunks, programs * -(-problem.value_width // chain_block)),
+        span=0 if cores else _span(problem.chunks, programs * -(-problem.value_width // chain_block)),
+        levels=cores > 0,
+        cores=cores,
     )

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from graphsafe_kernels.delta.gate_kernels import LOG2E, softplus
+from graphsafe_kernels.delta.row_kernels import load_rows
 
 LOWEST: tl.constexpr = tl.constexpr(-160.0)
 """The least log gate in base 2: 2^-160 is zero in fp32, and sums over a chunk stay small enough to be exact enough."""
@@ -73,6 +74,16 @@ def load_bias(dt_bias, hv, column, K: tl.constexpr, BK: tl.constexpr, BIAS: tl.c
     if BIAS:
         bias = tl.load(dt_bias + hv * K + c, mask=c < K, other=0.0).to(tl.float32)
     return bias
+
+
+@triton.jit
+def load_gates(g, dt_bias, row, rows, hv, column, factor, bound, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+               BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    """The log gates in base 2 of one head's channels from ``column``, ``[BT, BK]``; zero outside."""
+    z = load_rows(g + hv * K, row, rows, column, K, HV * K, BT, BK).to(tl.float32)
+    z += load_bias(dt_bias, hv, column, K, BK, BIAS)[None, :]
+    inside = (tl.arange(0, BT) < rows)[:, None] & (column + tl.arange(0, BK) < K)[None, :]
+    return tl.where(inside, log_decay(z, factor, bound, GATE), 0.0)
 
 
 @triton.jit

@@ -137,7 +137,7 @@ def _prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, sta
     slots, bt, hv, width = _slots(problem, tables), problem.chunk_size, problem.value_heads, problem.key_width
     kg, qg, kd = (x.q.new_empty((slots, hv, bt, width)) for _ in range(3))
     if kept is None:
-        whole = triton.cdiv(width, c.column_block) * c.column_block
+        whole = 0 if c.levels else triton.cdiv(width, c.column_block) * c.column_block
         fp32 = ((slots, hv, VECTORS.value, bt), (slots, hv, bt // TILE.value, whole), (slots, hv, width))
         kept = Kept(x.q.new_empty((slots, hv, bt, bt)), x.q.new_empty((slots, hv, bt, bt)),
                     *(x.q.new_empty(shape, dtype=torch.float32) for shape in fp32), *(None,) * 7)  # fmt: skip
@@ -148,12 +148,12 @@ def _prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, sta
         **_sizes(problem, tables), "H": problem.heads, "V": problem.value_width, "BK": c.column_block,
         "BV": c.clear_block, **_gate(problem, x, c), **_beta(problem), "SCORES": scores,
         "INTERMEDIATES": intermediates is not None, "INVERSE": tl.float16 if c.half_inverse else tl.float32,
-        "REFINE": c.half_inverse and problem.beta_scale != 1.0,
+        "REFINE": c.half_inverse and problem.beta_scale != 1.0, "LEVELS": c.levels,
     }  # fmt: skip
     start(
-        prepare_kernel, slots * hv,
+        prepare_kernel, c.programs(slots * hv),
         (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, kg, qg, kd, *kept[:5], o, intermediates, *_index(tables),
-         problem.scale, problem.lower_bound, *_layout(problem)),
+         problem.scale, problem.lower_bound, *_layout(problem), slots * hv if c.levels else None),
         constants, warps=c.prepare_warps, registers=c.prepare_registers if scores else c.tile_registers,
     )  # fmt: skip
     return kept._replace(kg=kg, qg=qg, kd=kd)
@@ -260,10 +260,11 @@ def forward(problem: Problem, tables: ChunkTables | None, x: Operands, final_sta
         **_sizes(problem, tables), "V": problem.value_width, "BK": c.key_block, "BV": c.chain_block,
         "INITIAL": x.initial_state is not None, "FINAL": final_state is not None, "V_FIRST": problem.state_v_first,
         "SAVE": keep, "INTERMEDIATES": intermediates is not None, "TILES": use, "STAGES": stages, "SEGMENTS": segments,
-        "PRECISION": c.precision,
+        "PRECISION": c.precision, "LOOP": c.cores > 0,
     }  # fmt: skip
     start(
-        forward_chain_kernel, problem.sequences * segments * hv * triton.cdiv(problem.value_width, c.chain_block),
+        forward_chain_kernel,
+        c.programs(problem.sequences * segments * hv * triton.cdiv(problem.value_width, c.chain_block)),
         (kept.kg, kept.qg, kept.kd, x.v, kept.correction, kept.scores, kept.vectors, kept.decay, o, kept.states,
          kept.residuals, intermediates, x.initial_state, final_state, kept.ends, kept.transitions,
          *_chain_tiles(problem, c, use, kept, (x.v,)), _transition_tiles(c, use, kept.transitions), cu_seqlens,
@@ -295,11 +296,11 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
         **sizes, "V": problem.value_width, "BK": c.key_block, "BV": c.chain_block,
         "INITIAL": x.initial_state is not None, "FINAL": dfinal_state is not None, "V_FIRST": problem.state_v_first,
         "RECOMPUTE": recompute, "TILES": use, "STAGES": c.reverse_stages, "SEGMENTS": segments,
-        "PRECISION": c.precision,
+        "PRECISION": c.precision, "LOOP": c.cores > 0,
     }  # fmt: skip
     blocks = triton.cdiv(problem.value_width, c.chain_block)
     start(
-        backward_chains_kernel, (2 if recompute else 1) * problem.sequences * segments * hv * blocks,
+        backward_chains_kernel, c.programs((2 if recompute else 1) * problem.sequences * segments * hv * blocks),
         (kept.kg, kept.qg, kept.kd, x.v, do, kept.correction, kept.scores, kept.vectors, kept.decay, kept.states,
          kept.residuals, dstates, dv, x.initial_state, dfinal_state, dinitial_state, kept.ends, kept.transitions, dends,
          *_chain_tiles(problem, c, use, kept, (x.v, do), (dstates,)), _transition_tiles(c, use, kept.transitions),
@@ -336,11 +337,11 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
     row_programs = triton.cdiv(problem.rows * problem.heads, c.finish_rows)
     sums = {"SCALED": dA_log is not None, "BIAS": ddt_bias is not None}
     start(
-        finish_kernel, (0 if whole else 2 * row_programs) + (hv if any(sums.values()) else 0),
+        finish_kernel, c.programs((0 if whole else 2 * row_programs) + (hv if any(sums.values()) else 0)),
         (*parts, dq, dk, scale_sums, bias_sums, dA_log, ddt_bias, index[0], index[2], problem.rows, problem.sequences,
          slots, row_programs),
         {**sizes, **sums, "H": problem.heads, "BK": c.key_block, "ROWS": c.finish_rows, "PARTS": not whole, "SUMS": 32,
-         "LOOP": False},
+         "LOOP": c.cores > 0},
         warps=4,
     )  # fmt: skip
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial_state)

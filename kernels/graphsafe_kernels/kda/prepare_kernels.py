@@ -37,7 +37,8 @@ from graphsafe_kernels.kda.decay_kernels import (
     tile_factors,
     tile_sums,
 )
-from graphsafe_kernels.kda.gate_kernels import gate_factor, load_bias, log_decay
+from graphsafe_kernels.kda.gate_kernels import gate_factor, load_bias, load_gates, log_decay
+from graphsafe_kernels.kda.level_kernels import chunk_by_levels
 
 VECTORS: tl.constexpr = tl.constexpr(4)
 """Rows of ``vectors``: b, r_k, scale r_q, r_q."""
@@ -48,16 +49,6 @@ def clear_values(o, first, end, hv, HV: tl.constexpr, V: tl.constexpr, BT: tl.co
     """Write zero to rows [first, end) of one head of a tensor [tokens, HV, V]."""
     for column in tl.static_range(0, V, BV):
         clear_rows(o + hv * V, first, end, HV * V, column, V, BT, BV)
-
-
-@triton.jit
-def load_gates(g, dt_bias, row, rows, hv, column, factor, bound, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
-               BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    """The log gates in base 2 of one head's channels from ``column``, ``[BT, BK]``; zero outside."""
-    z = load_rows(g + hv * K, row, rows, column, K, HV * K, BT, BK).to(tl.float32)
-    z += load_bias(dt_bias, hv, column, K, BK, BIAS)[None, :]
-    inside = (tl.arange(0, BT) < rows)[:, None] & (column + tl.arange(0, BK) < K)[None, :]
-    return tl.where(inside, log_decay(z, factor, bound, GATE), 0.0)
 
 
 @triton.jit
@@ -117,38 +108,57 @@ def pairs_in_tiles(q, k, g, dt_bias, row, rows, hq, hv, factor, bound, H: tl.con
     return on_diagonal(C, BT), on_diagonal(P, BT)
 
 
-@triton.jit(do_not_specialize=["scale", "bound", "T", "N", "NT"])
-def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, kg, qg, kd, correction, scores, vectors, tile_decays, decay, o,
-    intermediates,
+@triton.jit
+def finish_preparation(
+    C, P, own, kk, qq, beta, correction, scores, vectors, o, cu_seqlens, chunk_offsets, slot, hv, at, row, i, ii, jj, m,
+    scale, T, N, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    L2NORM: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, INVERSE: tl.constexpr, REFINE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write what comes of C and P without the norms, <q, k> of each token and the squares of k and q; clear padding."""
+    if L2NORM:
+        rk = tl.rsqrt(kk + 1e-6)
+        rq = tl.rsqrt(qq + 1e-6)
+    else:
+        rk = tl.full([BT], 1.0, tl.float32)
+        rq = tl.full([BT], 1.0, tl.float32)
+    b = activated_beta(tl.load(beta + (row + i) * HV + hv, mask=m, other=0.0), SIGMOID, FACTOR)
+    b = tl.where(m, b, 0.0)
+    vec = vectors + at * (VECTORS * BT) + i
+    tl.store(vec, b)
+    tl.store(vec + BT, rk)
+    tl.store(vec + 2 * BT, rq * scale)
+    tl.store(vec + 3 * BT, rq)
+    place = at * (BT * BT) + ii * BT + jj
+    P = tl.where(ii >= jj, P, 0.0)
+    P = tl.where(ii == jj, own[:, None], P)
+    P *= (rq * scale)[:, None] * rk[None, :]
+    tl.store(scores + place, P.to(scores.dtype.element_ty))
+    C = C * rk[:, None] * rk[None, :]
+    X = correction_tile(C, b, BT, INVERSE, PRECISION)
+    if REFINE:
+        if tl.max(b, 0) > 1.0:
+            # A row is refined for its own and earlier tokens' beta alone, so that later ones change nothing.
+            reached = tl.max(tl.where(jj <= ii, b[None, :], 0.0), 1) > 1.0
+            X = tl.where(reached[:, None], refine_tile(X.to(tl.float16), C, b, BT), X)
+    tl.store(correction + place, X.to(correction.dtype.element_ty))
+    if PACKED:
+        first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
+        if first < end:
+            clear_values(o, first, end, hv, HV, V, BT, BV)
+
+
+@triton.jit
+def prepare_in_tiles(
+    slot, hv, at, q, k, g, beta, A_log, dt_bias, kg, qg, kd, correction, scores, vectors, tile_decays, decay, o,
     cu_seqlens, chunk_indices, chunk_offsets, scale, bound, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, SCORES: tl.constexpr,
-    SAFE: tl.constexpr, INTERMEDIATES: tl.constexpr, PAIRS: tl.constexpr,
-    INVERSE: tl.constexpr, REFINE: tl.constexpr, PRECISION: tl.constexpr,
+    SAFE: tl.constexpr, PAIRS: tl.constexpr, INVERSE: tl.constexpr, REFINE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per slot and value head, heads fastest. q, k ``[tokens, H, K]``; g ``[tokens, HV, K]``; beta
-    ``[tokens, HV]``; A_log ``[HV]``; dt_bias ``[HV, K]``; kg, qg, kd ``[slots, HV, BT, K]``; correction, scores
-    ``[slots, HV, BT, BT]``; vectors ``[slots, HV, 4, BT]``, tile_decays
-    ``[slots, HV, BT / 16, K]``, decay ``[slots, HV, K]`` fp32; o ``[tokens, HV, V]`` and intermediates ``[slots, HV,
-    K * V]`` are cleared. SAFE: the gates are bounded. PAIRS, INVERSE: types of the dots that
-    meet pairs of tokens, and solve the triangular system. REFINE: beta may pass 1."""
+    """One live slot and value head, pairs met by tiles of 16 tokens (``decay_kernels``)."""
     DT: tl.constexpr = k.dtype.element_ty
-    pid = tl.program_id(0)
-    slot = pid // HV
-    hv = pid % HV
-    at = slot.to(tl.int64) * HV + hv
-    if PACKED:
-        if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
-            if SCORES:
-                first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
-                clear_values(o, first, end, hv, HV, V, BT, BV)
-                if INTERMEDIATES:
-                    for part in tl.range(0, K * V, 1024):
-                        e = part + tl.arange(0, 1024)
-                        tl.store(intermediates + at * (K * V) + e, tl.zeros([1024], tl.float32), mask=e < K * V)
-            return
     row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
     hq = hv // (HV // H)
     i = tl.arange(0, BT)
@@ -215,33 +225,100 @@ def prepare_kernel(
         tl.debug_barrier()
         store_chunk_decay(td, decay + at * K, K, KD, BT, BK)
     if SCORES:
-        if L2NORM:
-            rk = tl.rsqrt(kk + 1e-6)
-            rq = tl.rsqrt(qq + 1e-6)
-        else:
-            rk = tl.full([BT], 1.0, tl.float32)
-            rq = tl.full([BT], 1.0, tl.float32)
-        b = activated_beta(tl.load(beta + (row + i) * HV + hv, mask=m, other=0.0), SIGMOID, FACTOR)
-        b = tl.where(m, b, 0.0)
-        vec = vectors + at * (VECTORS * BT) + i
-        tl.store(vec, b)
-        tl.store(vec + BT, rk)
-        tl.store(vec + 2 * BT, rq * scale)
-        tl.store(vec + 3 * BT, rq)
-        place = at * (BT * BT) + ii * BT + jj
-        P = tl.where(ii >= jj, P, 0.0)
-        P = tl.where(ii == jj, own[:, None], P)
-        P *= (rq * scale)[:, None] * rk[None, :]
-        tl.store(scores + place, P.to(scores.dtype.element_ty))
-        C = C * rk[:, None] * rk[None, :]
-        X = correction_tile(C, b, BT, INVERSE, PRECISION)
-        if REFINE:
-            if tl.max(b, 0) > 1.0:
-                # A row is refined for its own and earlier tokens' beta alone, so that later ones change nothing.
-                reached = tl.max(tl.where(jj <= ii, b[None, :], 0.0), 1) > 1.0
-                X = tl.where(reached[:, None], refine_tile(X.to(tl.float16), C, b, BT), X)
-        tl.store(correction + place, X.to(correction.dtype.element_ty))
+        finish_preparation(C, P, own, kk, qq, beta, correction, scores, vectors, o, cu_seqlens, chunk_offsets, slot, hv,
+                           at, row, i, ii, jj, m, scale, T, N, HV, V, BT, BV, PACKED, L2NORM, SIGMOID, FACTOR, INVERSE,
+                           REFINE, PRECISION)  # fmt: skip
+
+
+@triton.jit
+def clear_slot(
+    slot, hv, at, o, intermediates, cu_seqlens, chunk_offsets, T, N, HV: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, INTERMEDIATES: tl.constexpr,
+):  # fmt: skip
+    """A sentinel slot's share of the padding rows of o, and its intermediate state."""
+    first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
+    clear_values(o, first, end, hv, HV, V, BT, BV)
+    if INTERMEDIATES:
+        for part in tl.range(0, K * V, 1024):
+            e = part + tl.arange(0, 1024)
+            tl.store(intermediates + at * (K * V) + e, tl.zeros([1024], tl.float32), mask=e < K * V)
+
+
+@triton.jit
+def prepare_by_levels(
+    slot, hv, at, q, k, g, beta, A_log, dt_bias, kg, qg, kd, correction, scores, vectors, decay, o,
+    cu_seqlens, chunk_indices, chunk_offsets, scale, bound, T, N, NT,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, SCORES: tl.constexpr,
+    INVERSE: tl.constexpr, REFINE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One live slot and value head, pairs met by levels (``level_kernels``)."""
+    row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
+    factor = gate_factor(A_log, hv, SCALED)
+    C, P, own, kk, qq = chunk_by_levels(q, k, g, dt_bias, kg, qg, kd, decay, row, rows, hv // (HV // H), hv, at, factor,
+                                        bound, H, HV, K, BT, BK, L2NORM, GATE, BIAS, SCORES, PRECISION)  # fmt: skip
+    if SCORES:
+        i = tl.arange(0, BT)
+        ii = i[:, None]
+        jj = i[None, :]
+        m = i < rows
+        finish_preparation(C, P, own, kk, qq, beta, correction, scores, vectors, o, cu_seqlens, chunk_offsets, slot, hv,
+                           at, row, i, ii, jj, m, scale, T, N, HV, V, BT, BV, PACKED, L2NORM, SIGMOID, FACTOR, INVERSE,
+                           REFINE, PRECISION)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["scale", "bound", "T", "N", "NT", "tasks"])
+def prepare_kernel(
+    q, k, g, beta, A_log, dt_bias, kg, qg, kd, correction, scores, vectors, tile_decays, decay, o,
+    intermediates,
+    cu_seqlens, chunk_indices, chunk_offsets, scale, bound, T, N, NT, tasks,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, SCORES: tl.constexpr,
+    SAFE: tl.constexpr, INTERMEDIATES: tl.constexpr, PAIRS: tl.constexpr,
+    INVERSE: tl.constexpr, REFINE: tl.constexpr, PRECISION: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """One task per slot and value head, heads fastest: one a program, or with LEVELS ``tasks`` that programs walk.
+
+    q, k ``[tokens, H, K]``; g ``[tokens, HV, K]``; beta
+    ``[tokens, HV]``; A_log ``[HV]``; dt_bias ``[HV, K]``; kg, qg, kd ``[slots, HV, BT, K]``; correction, scores
+    ``[slots, HV, BT, BT]``; vectors ``[slots, HV, 4, BT]``, tile_decays
+    ``[slots, HV, BT / 16, K]``, decay ``[slots, HV, K]`` fp32; o ``[tokens, HV, V]`` and intermediates ``[slots, HV,
+    K * V]`` are cleared. SAFE: the gates are bounded. PAIRS, INVERSE: types of the dots that
+    meet pairs of tokens, and solve the triangular system. REFINE: beta may pass 1. LEVELS: pairs are met by levels,
+    whatever the bound, and there are no tile_decays."""
+    pid = tl.program_id(0)
+    if LEVELS:
+        for task in tl.range(pid, tasks, tl.num_programs(0)):
+            slot = task // HV
+            hv = task % HV
+            at = slot.to(tl.int64) * HV + hv
+            live = True
+            if PACKED:
+                live = tl.load(chunk_indices + 2 * slot.to(tl.int64)) >= 0
+            if live:
+                prepare_by_levels(
+                    slot, hv, at, q, k, g, beta, A_log, dt_bias, kg, qg, kd, correction, scores, vectors, decay, o,
+                    cu_seqlens, chunk_indices, chunk_offsets, scale, bound, T, N, NT, H, HV, K, V, BT, BK, BV, PACKED,
+                    L2NORM, GATE, SCALED, BIAS, SIGMOID, FACTOR, SCORES, INVERSE, REFINE, PRECISION,
+                )  # fmt: skip
+            else:
+                if PACKED and SCORES:
+                    clear_slot(slot, hv, at, o, intermediates, cu_seqlens, chunk_offsets, T, N, HV, K, V, BT, BV,
+                               INTERMEDIATES)  # fmt: skip
+    else:
+        slot = pid // HV
+        hv = pid % HV
+        at = slot.to(tl.int64) * HV + hv
         if PACKED:
-            first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
-            if first < end:
-                clear_values(o, first, end, hv, HV, V, BT, BV)
+            if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
+                if SCORES:
+                    clear_slot(slot, hv, at, o, intermediates, cu_seqlens, chunk_offsets, T, N, HV, K, V, BT, BV,
+                               INTERMEDIATES)  # fmt: skip
+                return
+        prepare_in_tiles(
+            slot, hv, at, q, k, g, beta, A_log, dt_bias, kg, qg, kd, correction, scores, vectors, tile_decays, decay, o,
+            cu_seqlens, chunk_indices, chunk_offsets, scale, bound, T, N, NT, H, HV, K, V, BT, BK, BV, PACKED, L2NORM,
+            GATE, SCALED, BIAS, SIGMOID, FACTOR, SCORES, SAFE, PAIRS, INVERSE, REFINE, PRECISION,
+        )  # fmt: skip

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from graphsafe_kernels.delta.gate_kernels import activated_beta
-from graphsafe_kernels.delta.row_kernels import clear_rows, load_state, locate_sequence, store_state
+from graphsafe_kernels.delta.row_kernels import clear_rows, load_state, locate_sequence, state_tile, store_state
 from graphsafe_kernels.kda.gate_kernels import gate_factor, log_decay
 
 
@@ -55,8 +55,9 @@ def run_sequence(
     iv = i_v * BV + tl.arange(0, BV)
     mk = ik < K
     mv = iv < V
+    place, mask = state_tile(n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
     if INITIAL:
-        S = load_state(initial_state, n, hv, i_v, HV, K, V, BK, BV, V_FIRST).to(tl.float32)
+        S = load_state(initial_state, place, mask, n, hv, i_v, HV, K, V, BK, BV, V_FIRST).to(tl.float32)
     else:
         S = tl.zeros([BV, BK], tl.float32)
     factor = gate_factor(A_log, hv, SCALED)
@@ -76,7 +77,7 @@ def run_sequence(
         y = tl.sum(S * qt[None, :], 1) * scale
         tl.store(o + (row * HV + hv) * V + iv, y.to(o.dtype.element_ty), mask=mv)
     if FINAL:
-        store_state(final_state, S, n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
+        store_state(final_state, S, place, mask, n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
 
 
 @triton.jit(do_not_specialize=["scale", "bound", "T", "N"])
