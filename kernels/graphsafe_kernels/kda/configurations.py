@@ -61,6 +61,8 @@ class Configuration:
 
     ``column_block``: columns of K that the preparation and the gradients take at a time, ``product_block``: that the
     products take; ``chain_block``, ``clear_block``: of V; ``save_stages``: of a forward chain that keeps states.
+    ``*_registers``: a thread's at most, ``tile_registers`` of a preparation without scores. ``stacked``: products of
+    one right operand as one. ``keep_tiles``, ``keep_states``: a forward leaves these though it was not asked to.
     ``half_inverse``: the triangular system by fp16 dots; ``tiles``: chains load by descriptors; ``safe``: pairs within
     a tile by the bounded form, ``pairs``: type of the dots that meet pairs. ``levels``: pairs by levels of the whole
     chunk. ``span``: chunks of a segment; 0: no sequence is cut. ``cores``: a grid has at most this many programs, which
