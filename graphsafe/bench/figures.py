@@ -116,7 +116,7 @@ def break_even(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Per series of cases that differ in their length alone: up to which length update and replay beat eager-live.
 
     ``verdict``: ``crossing`` with ``tokens``; ``always`` or ``never`` within the lengths measured; ``unsteady`` where
-    the advantage changes sign in another way. ``apart``: by length, whether both medians' intervals are.
+    the advantage changes sign in another way; ``noise`` where both sides' intervals overlap at every length. ``apart``: by length, whether both medians' intervals are.
     """
     series: dict[tuple[str, str], list[Result]] = {}
     for result in results:
@@ -133,7 +133,10 @@ def break_even(results: Sequence[Result]) -> list[dict[str, Any]]:
         advantage = [e / g for e, g in zip(eager, graph, strict=True)]
         at = crossing(lengths, advantage)
         ahead = [a >= 1 for a in advantage]
+        certain = [apart(r, "graph-update-replay", "eager-live", "wall") for r in members]
         verdict = "always" if all(ahead) else "never" if not any(ahead) else "crossing" if at else "unsteady"
+        if not any(certain):
+            verdict, at = "noise", None
         case = json.loads(name)
         found.append(
             {
@@ -145,7 +148,7 @@ def break_even(results: Sequence[Result]) -> list[dict[str, Any]]:
                 "lengths": lengths,
                 "eager_us": eager,
                 "graph_us": graph,
-                "apart": [apart(r, "graph-update-replay", "eager-live", "wall") for r in members],
+                "apart": certain,
                 "verdict": verdict,
                 "tokens": at,
             }

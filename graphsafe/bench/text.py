@@ -113,7 +113,10 @@ def verdict_text(curve: Mapping[str, Any]) -> str:
         "always": f"the graph is ahead at every length measured ({first:,} to {last:,})",
         "never": f"eager is ahead at every length measured ({first:,} to {last:,})",
         "unsteady": f"the advantage changes sign more than once between {first:,} and {last:,} tokens",
+        "noise": f"within the noise at every length measured ({first:,} to {last:,})",
     }[curve["verdict"]]
+    if curve["verdict"] == "noise":
+        return said
     noisy = [f"{int(n):,}" for n, sure in zip(curve["lengths"], curve["apart"], strict=True) if not sure]
     return f"{said}; within the noise at {', '.join(noisy)}" if noisy else said
 

@@ -115,6 +115,9 @@ def test_a_verdict_says_where_it_is_noise() -> None:
     (found,) = curve([100, 100, 100], [99.5, 60, 70])
     assert found["apart"] == [False, True, True]
     assert verdict_text(found) == "the graph is ahead at every length measured (128 to 512); within the noise at 128"
+    (found,) = curve([100, 100, 100], [99.5, 100, 100.5])
+    assert (found["verdict"], found["tokens"]) == ("noise", None)
+    assert verdict_text(found) == "within the noise at every length measured (128 to 512)"
 
 
 def test_two_lengths_are_no_curve() -> None:
