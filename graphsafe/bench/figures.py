@@ -116,7 +116,8 @@ def break_even(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Per series of cases that differ in their length alone: up to which length update and replay beat eager-live.
 
     ``verdict``: ``crossing`` with ``tokens``; ``always`` or ``never`` within the lengths measured; ``unsteady`` where
-    the advantage changes sign in another way; ``noise`` where both sides' intervals overlap at every length. ``apart``: by length, whether both medians' intervals are.
+    the advantage changes sign in another way; ``noise`` where both sides' intervals overlap at every length.
+    ``apart``: by length, whether both medians' intervals are.
     """
     series: dict[tuple[str, str], list[Result]] = {}
     for result in results:

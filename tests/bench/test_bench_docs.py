@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 from bench_fakes import result, small
 
+from graphsafe.bench.cases import Case
 from graphsafe.bench.checks import bound_of
 from graphsafe.bench.figures import figures
 from graphsafe.bench.modes import CONTROLS, MODES
@@ -25,6 +27,12 @@ def test_presets_arms_and_providers_are_those_that_exist() -> None:
     assert arms == ["arm", *MODES, *CONTROLS]
     assert all(f"`{name}`" in TEXT for name in known_providers())
     assert ENVIRONMENT_VARIABLE in TEXT
+
+
+def test_the_example_of_ones_own_cases_can_be_measured() -> None:
+    (block,) = re.findall(r"```json\n(.*?)```", TEXT, flags=re.DOTALL)
+    cases = [Case.from_dict(item) for item in json.loads(block)]
+    assert [case.operator for case in cases] == ["gdn", "conv"]
 
 
 @pytest.mark.parametrize(
