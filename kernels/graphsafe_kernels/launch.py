@@ -62,7 +62,8 @@ class PreparedLaunch:
         self._options = options
         self._compiled: dict[Any, tuple[Any, ...]] = {}
 
-    def bind(self, device: torch.device, programs: int, integers: tuple[int | float, ...]) -> Callable[..., None]:
+    def bind(self, device: torch.device, programs: int,
+             integers: tuple[int | float | None, ...]) -> Callable[..., None]:  # fmt: skip
         """A function of the kernel's pointers and tensor descriptors alone, in order, None where absent: it launches
         ``programs`` programs."""
         if programs == 0:
@@ -76,7 +77,7 @@ class PreparedLaunch:
             options = {} if device.type == "npu" else self._options  # an NPU has no warps
             return lambda *pointers: self._kernel[grid](*pointers, *integers, **self.constants, **options)
         index = device.index
-        key = (index, tuple(i >= 2**31 for i in integers))
+        key = (index, tuple(i is not None and i >= 2**31 for i in integers))
         alone = torch.cuda.device_count() == 1
 
         def launch(*pointers: Any) -> None:

@@ -4,11 +4,13 @@ Requirements
 ------------
 1. Same arguments and results as the reference. fp64 operands are served by the reference, which is plain torch.
 2. Without a gradient to compute, no autograd node is made and nothing is kept.
-3. A ``cu_seqlens`` written to between forward and backward is refused; a second-order gradient is refused by name.
+3. What is launched is recorded once for the shapes, dtypes and options of a call (``graphsafe_kernels.programs``).
+4. A ``cu_seqlens`` written to between forward and backward is refused; a second-order gradient is refused by name.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.delta_rule import DeltaRuleOptions
 from graphsafe_kernels.kda import launch
 from graphsafe_kernels.kda.configurations import Problem
+from graphsafe_kernels.policy import device_kind
+from graphsafe_kernels.programs import Program, aligned, record
 from graphsafe_kernels.reference import kda as reference
 from graphsafe_kernels.reference.once import first_order_only
 from graphsafe_kernels.reference.rows import SavedBoundaries
@@ -36,44 +40,89 @@ def _problem(q: torch.Tensor, v: torch.Tensor, tables: ChunkTables | None, optio
     )  # fmt: skip
 
 
-def _states(problem: Problem, tables: ChunkTables | None, q: torch.Tensor,
+def _states(problem: Problem, slots: int, q: torch.Tensor,
             options: DeltaRuleOptions) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Memory for the final states and the states at the start of every chunk, where they are wanted."""
     widths = (problem.key_width, problem.value_width)
     tail = (problem.value_heads, *(widths[::-1] if problem.state_v_first else widths))
-    chunks = problem.chunks if tables is None else tables.slots
     final = intermediates = None
     if options.output_final_state:
         final = q.new_empty((problem.sequences, *tail), dtype=torch.float32)
     if options.return_intermediate_states:
-        intermediates = q.new_empty((problem.batch, chunks, *tail), dtype=torch.float32)
+        intermediates = q.new_empty((problem.batch, slots // problem.batch, *tail), dtype=torch.float32)
     return final, intermediates
+
+
+def _spec(t: torch.Tensor | None) -> Any:
+    return None if t is None else (t.shape, t.dtype)
+
+
+def _tables(index: tuple[torch.Tensor | None, ...], options: DeltaRuleOptions) -> ChunkTables | None:
+    return None if index[0] is None else ChunkTables(*index, options.chunk_size)  # type: ignore[arg-type]
+
+
+OPERANDS = len(launch.Operands._fields)
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward(choose: Any, device: torch.device, options: DeltaRuleOptions, train: bool,
+             specs: tuple[Any, ...]) -> Program:  # fmt: skip
+    """The forward of operands and tables like ``specs``: o, final states, states of chunks, and what is kept."""
+
+    def run(start: launch.Start, *inputs: Any) -> tuple[torch.Tensor | None, ...]:
+        x, tables = launch.Operands(*inputs[:OPERANDS]), _tables(inputs[OPERANDS:], options)
+        problem = _problem(x.q, x.v, tables, options)
+        slots = problem.batch * problem.chunks if tables is None else tables.slots
+        final, intermediates = _states(problem, slots, x.q, options)
+        o, kept = launch.forward(problem, tables, x, final, intermediates, options.disable_recompute if train else None,
+                                 kind=device_kind(device), start=start)  # fmt: skip
+        return (o, final, intermediates, *kept)
+
+    return record(run, device, specs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward(choose: Any, device: torch.device, options: DeltaRuleOptions, specs: tuple[Any, ...]) -> Program:
+    """The backward of operands, tables, what is kept, and the gradients of o and the final states, like ``specs``."""
+
+    def run(start: launch.Start, *inputs: Any) -> tuple[torch.Tensor | None, ...]:
+        x, tables = launch.Operands(*inputs[:OPERANDS]), _tables(inputs[OPERANDS : OPERANDS + 3], options)
+        *kept, do, dfinal = inputs[OPERANDS + 3 :]
+        problem = _problem(x.q, x.v, tables, options)
+        return launch.backward(problem, tables, x, launch.Kept(*kept), do, dfinal, kind=device_kind(device),
+                               start=start)  # fmt: skip
+
+    return record(run, device, specs)
+
+
+def _index(tables: ChunkTables | None) -> tuple[torch.Tensor | None, ...]:
+    return (None,) * 3 if tables is None else (tables.cu_seqlens, tables.chunk_indices, tables.chunk_offsets)
 
 
 class _ChunkKda(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: DeltaRuleOptions, tables: ChunkTables | None,
                 *operands: Any) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        x = launch.Operands(*operands)
-        problem = _problem(x.q, x.v, tables, options)
-        final, _ = _states(problem, tables, x.q, options)
-        o, kept = launch.forward(problem, tables, x, final, None, options.disable_recompute)
+        inputs = (*operands, *_index(tables))
+        program = _forward(launch.choose, operands[0].device, options, True, tuple(map(_spec, inputs)))
+        o, final, _, *kept = program.run(inputs)
         ctx.set_materialize_grads(False)
-        ctx.problem, ctx.tables = problem, tables
+        ctx.options, ctx.tables = options, tables
         ctx.boundaries = None if tables is None else SavedBoundaries.of("chunk_kda", tables)
-        ctx.save_for_backward(*x, *kept)
-        return o, final
+        ctx.save_for_backward(*operands, *kept)
+        return o, final  # type: ignore[return-value]
 
     @staticmethod
     @first_order_only("chunk_kda")
     def backward(ctx: Any, do: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        count = len(launch.Operands._fields)
-        x, kept = launch.Operands(*ctx.saved_tensors[:count]), launch.Kept(*ctx.saved_tensors[count:])
+        operands, kept = ctx.saved_tensors[:OPERANDS], ctx.saved_tensors[OPERANDS:]
         if ctx.boundaries is not None:
             ctx.boundaries.get()
-        do = torch.zeros_like(x.v) if do is None else do.contiguous()
+        do = torch.zeros_like(operands[2]) if do is None else aligned(do.contiguous())
         dfinal = None if dfinal is None else dfinal.contiguous()
-        return (None, None, *launch.backward(ctx.problem, ctx.tables, x, kept, do, dfinal))
+        inputs = (*operands, *_index(ctx.tables), *kept, do, dfinal)
+        program = _backward(launch.choose, do.device, ctx.options, tuple(map(_spec, inputs)))
+        return (None, None, *program.run(inputs))
 
 
 def chunk_kda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
@@ -85,12 +134,12 @@ def chunk_kda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor
     """
     if q.dtype == torch.float64:
         return reference.chunk_kda(q, k, v, g, beta, A_log, dt_bias, initial_state, tables, options)
-    operands = [None if t is None else t.contiguous() for t in (q, k, v, g, beta, A_log, dt_bias, initial_state)]
+    given = (q, k, aligned(v), g, beta, A_log, dt_bias, initial_state)
+    operands = [None if t is None else t.contiguous() for t in given]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
         result: tuple[torch.Tensor | None, ...] = _ChunkKda.apply(options, tables, *operands)
         return result
-    x = launch.Operands(*operands)  # type: ignore[arg-type]
-    problem = _problem(x.q, x.v, tables, options)
-    final, intermediates = _states(problem, tables, x.q, options)
-    o, _ = launch.forward(problem, tables, x, final, intermediates, None)
+    inputs = (*operands, *_index(tables))
+    program = _forward(launch.choose, q.device, options, False, tuple(map(_spec, inputs)))
+    o, final, intermediates, *_ = program.run(inputs)
     return (o, final, intermediates) if options.return_intermediate_states else (o, final)
