@@ -151,7 +151,8 @@ def preload(runtime: str) -> None:
         torch.empty(1)  # the first operator under a dispatch mode imports a third of torch
     needed = {"graphsafe.capabilities.child", "graphsafe_kernels.layers", "torch.profiler", *backend.REFERENCE.values()}
     if runtime != "cpu" and importlib.util.find_spec("triton") is not None:
-        needed |= {"graphsafe_kernels.probe_kernels", "torch._dynamo", "triton.compiler", *backend.TRITON.values()}
+        # not probe_kernels: some versions of Triton start a driver where a kernel that is tuned is defined
+        needed |= {"torch._dynamo", "triton.compiler", *backend.TRITON.values()}
     for module in sorted(needed):
         importlib.import_module(module)
     gc.collect()

@@ -172,7 +172,7 @@ assert threading.enumerate() == [threading.main_thread()]
 assert gc.get_freeze_count()
 adapters = [m for m in sys.modules if m.split(".")[0] in ("graphsafe_cpu", "graphsafe_cuda", "graphsafe_npu")]
 assert adapters == [], adapters
-assert ("graphsafe_kernels.probe_kernels" in sys.modules) == ({runtime!r} != "cpu")
+assert ("graphsafe_kernels.tables.kernels" in sys.modules) == ({runtime!r} != "cpu")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
