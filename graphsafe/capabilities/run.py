@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
+import itertools
 import json
 import os
 import subprocess
@@ -23,6 +24,7 @@ from typing import IO, Any, cast
 
 from graphsafe.capabilities.matrix import FAILED, SUPPORTED, Matrix, Row
 from graphsafe.capabilities.probe import Probe, probes
+from graphsafe.capabilities.probes.operators import OPERATORS
 from graphsafe.errors import error
 from graphsafe.explanations import explanations_of
 from graphsafe.rules import rule
@@ -56,7 +58,7 @@ def capabilities(
         get_runtime(runtime)  # raises, with what is known and how to install it
     order = {asked.name: place for place, asked in enumerate(chosen)}
     matrix, early = Matrix(runtime), list[Row]()
-    names = ["environment", *sorted(order, key=_turn)]
+    names = ["environment", *_in_turn(order)]
     with contextlib.closing(_ask(runtime, names, time_limit, jobs or max((os.cpu_count() or 2) // 2, 1))) as answers:
         for answer in answers:
             if answer["row"] == "environment":
@@ -72,9 +74,15 @@ def capabilities(
     return matrix
 
 
-def _turn(row: str) -> bool:
-    """Rows that compile what other rows share, or much of their own, begin first."""
-    return not (row.endswith(".packed") or row.startswith("layers."))
+def _in_turn(rows: Iterable[str]) -> list[str]:
+    """The order in which rows begin: those that compile what others share, or much of their own; then, by turns, rows
+    of operators, which compile, and the rest, which wait for a device to start."""
+    first, compiling, others = list[str](), list[str](), list[str]()
+    for row in rows:
+        group, _, name = row.partition(".")
+        (first if name == "packed" or group == "layers" else compiling if group in OPERATORS else others).append(row)
+    woven = itertools.chain.from_iterable(itertools.zip_longest(compiling, others))
+    return [*first, *(row for row in woven if row is not None)]
 
 
 _known: dict[tuple[str, str], Row] = {}

@@ -240,12 +240,17 @@ def test_a_row_that_does_not_exist_is_refused_before_anything_is_probed(answers)
 
 
 def test_rows_that_compile_what_others_share_come_first_and_the_matrix_keeps_its_order(answers):
-    rows = ["capture.replay", "chunk_kda.packed", "layers.GatedDeltaNet", "capture.events"]
+    rows = ["capture.replay", "chunk_kda.packed", "chunk_kda.dense", "layers.GatedDeltaNet", "capture.events"]
     found = gs.capabilities("cpu", rows=rows, jobs=1)
-    assert answers == ["environment", "chunk_kda.packed", "layers.GatedDeltaNet", "capture.replay", "capture.events"]
-    assert [row.name for row in found] == [
-        "capture.replay", "capture.events", "chunk_kda.packed", "layers.GatedDeltaNet",
+    assert answers == [
+        "environment", "chunk_kda.packed", "layers.GatedDeltaNet", "chunk_kda.dense", "capture.replay",
+        "capture.events",
     ]  # fmt: skip
+    assert [row.name for row in found] == [
+        "capture.replay", "capture.events", "chunk_kda.packed", "chunk_kda.dense", "layers.GatedDeltaNet",
+    ]  # fmt: skip
+    everything = [probed.name for probed in run.selected(())]
+    assert sorted(run._in_turn(everything)) == sorted(everything)
 
 
 def test_rows_that_come_before_the_environment_wait_for_it(monkeypatch):
