@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -336,6 +337,8 @@ def main() -> None:
     def note(**row: Any) -> None:
         record.append(row)
         print(f"[{time.time() - began:5.0f}s]", " ".join(f"{k}={v}" for k, v in row.items()), flush=True)
+        if a.json:
+            Path(a.json).write_text(json.dumps(record, indent=1))
 
     if a.compile and len(names) > 1:
         compile_apart(names, a)
@@ -401,9 +404,6 @@ def main() -> None:
             backend._load.cache_clear()
             compared(case, arms, note, shape=shape)
             beside(case, arms, shape, a.samples, note)
-    if a.json:
-        with open(a.json, "w") as file:
-            json.dump(record, file, indent=1)
 
 
 class Born:
