@@ -35,6 +35,11 @@ CPU_NOTE = (
     "launches, bytes, slot use, bit-equality and errors against fp64 are exact here."
 )
 
+SIMULATED_NOTE = (
+    "This device is simulated: its times are those of the CPU that stands in for it, and say nothing about hardware. "
+    "Launches, bytes asked for, slot use, bit-equality and errors against fp64 are exact."
+)
+
 
 def environment(runtime: Any, protocol: Protocol, distributions: Iterable[str] = ()) -> dict[str, Any]:
     """The record of this run, for JSON."""
@@ -56,8 +61,14 @@ def environment(runtime: Any, protocol: Protocol, distributions: Iterable[str] =
         "cache_flush": "none" if runtime.device.type == "cpu" else "256 MiB written before each sample",
         "peaks": None,
         "protocol": {"samples": protocol.samples, "warm": protocol.warm, "least": protocol.least},
-        "note": CPU_NOTE if runtime.device.type == "cpu" else None,
+        "note": _note(runtime),
     }
+
+
+def _note(runtime: Any) -> str | None:
+    if runtime.device.type == "cpu":
+        return CPU_NOTE
+    return SIMULATED_NOTE if getattr(runtime, "simulated", False) else None
 
 
 def incomparable(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

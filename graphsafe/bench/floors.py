@@ -6,8 +6,8 @@ Requirements
    every operand and result moved once a direction. ``docs/bench.md`` writes the formulas out.
 2. What the device can do is measured at the start of a run: a copy, and a product of 16-bit matrices. Both are in the
    report, so that a floor can be formed again.
-3. A floor is the larger of both times, summed over the directions. There is none where it would mean nothing: on a CPU,
-   for fp32 operands, layers, steps and tables.
+3. A floor is the larger of both times, summed over the directions. There is none where it would mean nothing: on a CPU
+   or a simulated device, for fp32 operands, layers, steps and tables.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def floor_us(case: Case, peaks: Mapping[str, float] | None) -> float | None:
 
 
 def device_peaks(runtime: Any) -> dict[str, float] | None:
-    """``bytes_per_s`` of a copy (read and written) and ``flop_per_s`` of a product of bf16 matrices; None on a CPU."""
-    if runtime.device.type == "cpu":
+    """``bytes_per_s`` of a copy (read and written) and ``flop_per_s`` of a product of bf16 matrices; None on a CPU
+    and on a simulated device."""
+    if runtime.device.type == "cpu" or getattr(runtime, "simulated", False):
         return None
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=runtime.device)
     target = torch.empty_like(source)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from bench_fakes import FakeClock, small
@@ -56,8 +58,9 @@ def test_no_floor_is_stated_where_it_would_mean_nothing(case: Case) -> None:
     assert floor_us(Case("gdn", 256), None) is None
 
 
-def test_a_cpu_has_no_peaks() -> None:
+def test_a_cpu_and_a_simulated_device_have_no_peaks() -> None:
     assert device_peaks(get_runtime("cpu")) is None
+    assert device_peaks(SimpleNamespace(device=torch.device("meta"), simulated=True)) is None
 
 
 def test_peaks_are_those_of_the_fastest_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from graphsafe import get_runtime
 from graphsafe.bench import run as run_module
 from graphsafe.bench.cases import Case
 from graphsafe.bench.counts import peak_bytes
+from graphsafe.bench.environment import environment
 from graphsafe.bench.modes import CONTROLS, MODES
 from graphsafe.bench.run import Bench
 from graphsafe.bench.timing import Protocol
@@ -245,6 +247,15 @@ def test_a_run_leaves_no_graph_behind() -> None:
     bench(TABLES).run()
     gc.collect()
     assert sum(type(o) is CpuGraph for o in gc.get_objects()) == before
+
+
+def test_a_simulated_device_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "On a CPU" in bench().environment["note"]
+    runtime = SimpleNamespace(
+        name="npu", device=torch.device("meta"), simulated=True, environment=lambda: {"driver": None}
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(get_device_name=lambda device: "x"))
+    assert "simulated" in environment(runtime, SHORT)["note"]
 
 
 def test_the_environment_names_no_machine_and_no_path() -> None:
