@@ -53,7 +53,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     if report.get("conformance"):
         _print(console, _conformance(report["conformance"], list(environment["providers"])))
     for pair, found in report.get("comparison", {}).items():
-        _print(console, _comparison(pair, found["rows"]))
+        if any(row["arms"] for row in found["rows"]):
+            _print(console, _comparison(pair, found["rows"]))
     if "regressions" in report:
         _print(console, _regressions(report["regressions"]))
     console.print("In short", style="bold")

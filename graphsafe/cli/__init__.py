@@ -28,6 +28,6 @@ def _said(problem: GraphSafeError) -> str:
     """An error as it is; where what was typed is wrong, without the lines that speak of the command's own source."""
     from pathlib import Path
 
-    if problem.where is None or Path(problem.where.file).parent != Path(__file__).parent:
+    if problem.where is None or Path(__file__).parents[1] not in Path(problem.where.file).parents:
         return str(problem)
     return problem.what if problem.remedy == problem.rule.remedy else f"{problem.what}\n{problem.remedy}"

@@ -61,6 +61,7 @@ def test_a_run_that_only_checks_takes_no_times() -> None:
     assert done.exit_code == 0, done.output
     assert "checked, not timed" in done.output
     assert "Time of a call" not in done.output
+    assert "who is faster" not in done.output
     report = json.loads(Path("bench-report/report.json").read_text())
     assert [(r["status"], r["times"], r["checks"]["replay"]) for r in report["results"]] == [("ok", {}, True)] * 2
     assert report["conformance"][0]["providers"]["reference"]["error"]["error"] < 1e-4

@@ -54,6 +54,9 @@ def test_what_was_typed_wrong_is_said_without_the_commands_own_source():
     done = run("lint", "model")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "graphsafe: target 'model': MODULE:NAME is needed, pkg.mod:fn for example\n"
+    done = run("bench", "--preset", "quik")
+    assert done.stderr.startswith("graphsafe: no preset 'quik'; there are quick, ")
+    assert done.stderr.count("\n") == 1
     done = run("doctor", "--rows", "capture.repaly")
     assert done.stderr.splitlines() == [
         "graphsafe: no row 'capture.repaly'",
