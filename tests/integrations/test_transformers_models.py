@@ -1,5 +1,7 @@
-"""Models of ``transformers`` on these operators: equal to themselves, packed, captured and trained; what cannot be is
-named."""
+"""Models of ``transformers`` on these operators: equal to themselves, sample by sample; what cannot be is named.
+
+``test_transformers_captured.py`` captures them.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +9,14 @@ import copy
 
 import pytest
 import torch
-from tiny_models import MODELS, VOCABULARY, make
+from tiny_models import MODELS, VOCABULARY, batch, make
 
 import graphsafe as gs
 from graphsafe.errors import GraphSafeError
-from graphsafe.testing.layouts import random_lengths
 from graphsafe_kernels.integrations import adapt
 
 LENGTHS = [5, 0, 70, 3]
-BUCKET = gs.Bucket(tokens=96, sequences=5)
 each_model = pytest.mark.parametrize("name", MODELS)
-
-
-def batch(lengths, device="cpu", seed=0):
-    ids = torch.randint(VOCABULARY, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
-    return ids.to(device), torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
-
-
-def labels_of(ids, cu):
-    """Each sequence predicts its own tokens alone: ``transformers`` shifts labels by one."""
-    labels = ids.clone()
-    starts = cu[:-1].long()
-    labels[:, starts[starts < ids.shape[1]]] = -100
-    return labels
 
 
 def gradients(model, loss):
@@ -38,22 +25,22 @@ def gradients(model, loss):
 
 
 @each_model
-def test_a_packed_batch_equals_the_unmodified_model_sample_by_sample(name):
+def test_a_packed_batch_equals_the_unmodified_model_sample_by_sample(runtime, name):
     """Logits, loss and every gradient; the state dict is unchanged, and calls without boundaries do what they did."""
-    original, model = make(name), make(name)
+    original, model = (make(name).to(runtime.device) for _ in range(2))
     assert adapt(model) is model
     before, after = original.state_dict(), model.state_dict()
     assert list(before) == list(after)
     assert all(torch.equal(after[k], v) for k, v in before.items())
 
-    ids, cu = batch(LENGTHS)
+    ids, cu = batch(LENGTHS, runtime.device)
     samples = [s for s in ids.split(LENGTHS, 1) if s.shape[1]]
     want = torch.cat([original(input_ids=s, use_cache=False).logits for s in samples], 1)
     got = model(input_ids=ids, cu_seqlens=cu)
     assert got.past_key_values is None
     assert torch.allclose(got.logits, want, rtol=1e-4, atol=2e-5)
 
-    weight = torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(runtime.device)
     expected = gradients(original, (want * weight).sum())
     for key, g in gradients(model, (got.logits * weight).sum()).items():
         w = expected[key]
@@ -61,37 +48,12 @@ def test_a_packed_batch_equals_the_unmodified_model_sample_by_sample(name):
         assert w is None or (g - w).norm() <= 1e-3 * w.norm() + 1e-5, key
 
     with torch.no_grad():
-        dense = torch.randint(VOCABULARY, (2, 9))
-        mask = torch.ones(2, 9, dtype=torch.long)
+        dense = torch.randint(VOCABULARY, (2, 9)).to(runtime.device)
+        mask = torch.ones(2, 9, dtype=torch.long, device=runtime.device)
         mask[0, :4] = 0
         for arguments in ({"use_cache": False}, {"attention_mask": mask}, {}):
             a, b = (m(input_ids=dense, **arguments).logits for m in (model, original))
             assert torch.allclose(a[:, 4:], b[:, 4:], rtol=1e-4, atol=2e-5), arguments
-
-
-@each_model
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_ten_layouts_of_one_capture_have_the_bits_of_eager(runtime, name, dtype):
-    """In bf16 a GPU takes other kernels for attention and experts; a rounding may then choose other experts."""
-    model = adapt(make(name).to(runtime.device, dtype))
-
-    @gs.graphed(runtime=runtime, buckets=[BUCKET], on_overflow="error")
-    def forward(ids, cu_seqlens, tables):
-        return model(input_ids=ids, tables=tables).logits
-
-    with torch.no_grad():
-        for seed in range(10):
-            lengths = random_lengths(seed, BUCKET.tokens, BUCKET.sequences)
-            arguments = batch(lengths, runtime.device, seed)
-            replayed = forward(*arguments).clone()
-            assert torch.equal(replayed, forward.eager(*arguments)), lengths
-            assert torch.isfinite(replayed).all(), lengths
-            # the models' own code takes no batch without a token
-            if sum(lengths) and dtype == torch.float32:
-                live = model(input_ids=arguments[0], cu_seqlens=arguments[1]).logits
-                assert torch.allclose(replayed, live, rtol=1e-4, atol=2e-5), lengths
-        assert forward.stats.captures == 1
-        assert forward.verify(*arguments)
 
 
 @pytest.mark.parametrize("name", ["kimi-linear", "qwen3-next"])
@@ -113,25 +75,6 @@ def test_nan_behind_the_live_tokens_reaches_neither_logits_nor_gradients(name, r
     assert torch.count_nonzero(results[0][1][:, 41:]) == 0, "though the loss counts padding rows' logits"
     assert all(torch.isfinite(t).all() for t in results[1])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_a_captured_training_step_has_the_losses_of_eager(runtime):
-    losses = []
-    for captured in (True, False):
-        model = adapt(make("qwen3.5").to(runtime.device)).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **({"capturable": True} if runtime.device.type ==
-                                                                     "cuda" else {"fused": True}))
-
-        def loss_fn(model, batch, tables):
-            return model(input_ids=batch["ids"], tables=tables, labels=batch["labels"]).loss
-
-        step = gs.TrainStep(model, loss_fn, optimizer, runtime=runtime, bucket=BUCKET, max_grad_norm=1.0,
-                            inputs={"batch['labels']": gs.Input("tokens", pad=-100)})
-        for seed, lengths in enumerate([[30, 0, 7], [96], [4, 5, 6, 20, 1]]):
-            ids, cu = batch(lengths, runtime.device, seed)
-            data = {"ids": ids, "labels": labels_of(ids, cu), "cu_seqlens": cu}
-            losses.append(float(step(data) if captured else step.eager(data)))
-    assert losses[:3] == losses[3:]
 
 
 def test_lint_names_what_a_model_does_on_the_host_and_finds_it_gone():

@@ -47,3 +47,9 @@ def make(name: str, **changes: Any) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model
+
+
+def batch(lengths: list[int], device: Any = "cpu", seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random ids ``[1, T]`` and boundaries of a packed batch."""
+    ids = torch.randint(VOCABULARY, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
+    return ids.to(device), torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
