@@ -283,6 +283,8 @@ def main() -> None:
         keep({"warm": compile_all(args.warm, kinds, shapes, args)})
     if args.warm_only:
         return
+    if not args.no_peer:
+        peers.choose_briefly()
     rt = gs.get_runtime(args.device)
     make = functools.partial(Case, rt=rt, small=args.small, with_peer=not args.no_peer)
     keep({"device": torch.cuda.get_device_name() if args.device == "cuda" else args.device, "torch": torch.__version__})

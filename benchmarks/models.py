@@ -305,6 +305,7 @@ def main() -> None:
         return
     rt = gs.get_runtime(args.device)
     if args.device == "cuda":
+        peers.choose_briefly()
         keep("device", {"name": torch.cuda.get_device_name(), "torch": torch.__version__})
     if "prefill" in sections:
         attempt("prefill", lambda: prefill(args, rt))

@@ -5,12 +5,14 @@ Requirements
 1. A peer's operator is its public function, from its own package; where that is not installed, ImportError says so.
 2. ``compile_choices`` compiles every choice of the peer's autotuners for one call and times none, so that several
    processes, each beginning elsewhere in the lists, fill Triton's cache together. Nothing they measure is kept.
-3. ``race`` captures every arm, replays them in turn (A B C C B A), and gives the median of each: with the device idle
+3. ``choose_briefly`` has autotuners time each choice for a quarter of the time that they would by themselves.
+4. ``race`` captures every arm, replays them in turn (A B C C B A), and gives the median of each: with the device idle
    at the launch, and queued behind other work.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import statistics
@@ -63,6 +65,14 @@ def compile_choices(call: Callable[[], object], rank: int = 0, of: int = 1) -> N
         torch.cuda.synchronize()
     finally:
         Autotuner.prune_configs, Autotuner._bench = prune, bench
+
+
+def choose_briefly() -> None:
+    """Let autotuners time each choice for 25 ms: a peer's layer has some twenty kernels with a dozen choices each."""
+    import triton
+
+    driver: Any = triton.runtime.driver.active
+    driver.get_benchmarker = lambda: functools.partial(triton.testing.do_bench, warmup=5, rep=25)
 
 
 def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
