@@ -4,12 +4,15 @@ Requirements
 ------------
 1. Two layouts: the body runs with two layouts of the same bucket before it is captured; an operator, a Python value, a
    grid or a constexpr that differs between them would be frozen into the graph, and is refused at its line.
-2. Leftovers: what a failed capture made and something still holds is named; its bytes do not come back.
+2. Leftovers: what a failed capture made and something still holds is named; its bytes do not come back. What the frames
+   of the error alone hold is none: where it would look like one, their locals are dropped first.
 3. What these runs change is put back, as after a warm-up.
 """
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -75,8 +78,24 @@ def _trace(runtime: Any, body: Callable[[], Any]) -> list[Step]:
 
 def leftover(watch: Watch, graph: Any, cause: BaseException) -> GraphSafeError | None:
     """The error for the first tensor of a failed capture that a gradient, a global, an attribute, a list or a closure
-    still holds, or None. What lives in the frames of the error itself goes with it."""
+    still holds, or None."""
+    if next(_leftovers(watch, graph, cause), None) is None:
+        return None
+    _drop_locals(cause)
+    gc.collect()
     return next(_leftovers(watch, graph, cause), None)
+
+
+def _drop_locals(problem: BaseException) -> None:
+    """Drop what the ended frames of an error, and of those it came from, hold."""
+    chain: list[BaseException | None] = [problem]
+    seen: set[int] = set()
+    while chain:
+        one = chain.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            chain += [one.__cause__, one.__context__]
 
 
 def _leftovers(watch: Watch, graph: Any, cause: BaseException) -> Iterator[GraphSafeError]:

@@ -120,3 +120,27 @@ def test_padding_that_is_not_zero_is_named_with_its_place(runtime):
     problem = refused("padding-nonzero", check_padding, "x", x, 3)
     assert "1 elements of x beyond its 3 live rows are not zero: x[0, 4, 1] is nan" in problem.what
     check_padding("x", x[0, :, 0], 3, dim=0)
+
+
+class _Holder:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["by frames", "by a closure"])
+def test_strict_names_a_leftover_only_where_something_outlives_the_error(runtime, kept):
+    """Objects in the frames of the error, here tables and a holder, are no reason to hide what broke."""
+    cache = []
+
+    def body(x, cu_seqlens, tables):
+        held = _Holder(x * 2)
+        if kept:
+            cache.append(held)
+        return held.tensor * int(cu_seqlens[-1]) * tables.chunk_offsets[0]
+
+    call = gs.graphed(body, runtime=runtime, buckets=[gs.Bucket(64, 4)], guard="strict")
+    with pytest.raises(gs.GraphSafeError) as caught:
+        call(data(runtime, 1, 12, 4), boundaries([5, 7], device=runtime.device))
+    assert caught.value.rule.name == ("capture-leftover" if kept else "host-read")
+    cause = caught.value.__cause__ if kept else caught.value
+    assert cause.rule.name == "host-read"
