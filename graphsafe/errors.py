@@ -47,6 +47,11 @@ class GraphSafeError(RuntimeError):
         self.remedy = remedy or rule.remedy
         super().__init__(self._text())
 
+    def place(self, where: Location) -> None:
+        """Name another line: that of the code to blame, where it is not on the stack."""
+        self.where = where
+        self.args = (self._text(),)
+
     def _text(self) -> str:
         return (
             f"{self.what}\n"

@@ -9,15 +9,17 @@ Requirements
    eager bit for bit, after NaN in all memory of the graph, a plain function also with NaN in the padding of its inputs.
    The corners of the bucket come first.
 3. More than one graph, or an eager call in place of a replay, is a failure: one capture serves all layouts.
+4. An error that has no line in the test's own code names the function that the test returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from graphsafe.bucket import Bucket
-from graphsafe.errors import error
+from graphsafe.errors import GraphSafeError, Location, error
 from graphsafe.graphed import GraphedCallable
 from graphsafe.testing.layouts import layouts as layouts_of
 from graphsafe.train import TrainStep
@@ -38,6 +40,7 @@ def replay_over_layouts(runtime: Any, bucket: Bucket, returned: Any, *, layouts:
             try:
                 _prove(call, batch(lengths))
             except Exception as problem:
+                _place(problem, function)
                 _add_note(problem, f"layout {number} of {layouts}: {lengths}")
                 raise
         figures = call.stats
@@ -70,6 +73,15 @@ def _prove(call: Any, arguments: Any) -> None:
             use(**arguments)
         else:
             use(*arguments)
+
+
+def _place(problem: Exception, function: Any) -> None:
+    """The error of a comparison arises in this package: the function that was compared is to blame."""
+    code = getattr(function, "__code__", None)
+    if code is None or not isinstance(problem, GraphSafeError) or problem.where is None:
+        return
+    if Path(__file__).parent in Path(problem.where.file).parents:
+        problem.place(Location(code.co_filename, code.co_firstlineno, code.co_name))
 
 
 def _add_note(problem: Exception, note: str) -> None:

@@ -93,7 +93,7 @@ def test_a_marked_test_is_captured_and_replayed_over_layouts(run, pytester):
             "  test_mine.py::test_of_the_driver: GS110 not-capturable: CUDA error: *",
             "  test_mine.py::test_reads_the_host[[]cpu[]]: GS101 host-read at *test_mine.py:* in <lambda>",
             "  test_mine.py::test_returns_nothing[[]cpu[]]: GS108 argument at *",
-            "  test_mine.py::test_reads_padding[[]cpu[]]: GS404 padding-read at *",
+            "  test_mine.py::test_reads_padding[[]cpu[]]: GS404 padding-read at *test_mine.py:* in *",
             "  test_mine.py::test_unrelated: AssertionError: assert 1 == 2",
         ]
     )
