@@ -4,9 +4,9 @@
     python benchmarks/layers.py --device cpu --small        # the same steps on a CPU, to try the script
 
 Hidden size 2048, bf16; head counts as published: Gated DeltaNet 16 query/key and 32 value heads of 128 (Qwen3-Next),
-KDA 16 of 128. Packed batches; ours build their chunk tables inside the graph. The same parameters in every arm. Before
-anything is timed a replay is compared with eager bit for bit, output and every gradient, and output and input gradient
-with the peer's; what the peer chooses at its first call it chooses at the longest shape.
+KDA 32 of 128 (Kimi Linear). Packed batches; ours build their chunk tables inside the graph. The same parameters in
+every arm. Before anything is timed a replay is compared with eager bit for bit, output and every gradient, and output
+and input gradient with the peer's; what the peer chooses at its first call it chooses at the longest shape.
 
 Times are milliseconds, medians; 256 MB written and the device idle before each sample, the arms in turn. Host launches
 are what the profiler sees the host ask of the driver in one step; bytes are the peak of one eager step above what was
@@ -42,7 +42,7 @@ SHAPES = {"512x1": (512, 1), "1024x4": (1024, 4), "4096x32": (4096, 32), "8192x1
 LONGEST = "8192x1"
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "gdn": (GatedDeltaNet, {"num_heads": 16, "num_v_heads": 32, "head_dim": 128, "expand_v": 1}),
-    "kda": (KimiDeltaAttention, {"num_heads": 16, "head_dim": 128, "safe_gate": True, "lower_bound": -5.0}),
+    "kda": (KimiDeltaAttention, {"num_heads": 32, "head_dim": 128, "safe_gate": True, "lower_bound": -5.0}),
 }
 SMALL: dict[str, dict[str, Any]] = {"gdn": {"num_heads": 2, "num_v_heads": 4, "head_dim": 16},
                                     "kda": {"num_heads": 2, "head_dim": 16}}

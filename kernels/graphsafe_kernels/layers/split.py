@@ -51,9 +51,10 @@ def _plan(device: torch.device, dtype: torch.dtype, rows: int, widths: tuple[int
     # imported here: layers are used where there is no Triton
     from graphsafe_kernels.launch import PreparedLaunch
     from graphsafe_kernels.layers.split_kernels import columns_kernel
+    from graphsafe_kernels.policy import policy_for
 
     # the dtype is not looked at, but each is a kernel of its own
-    elements = 1 << 16 if device.type == "cpu" else _ELEMENTS
+    elements = 1 << 16 if policy_for(device).kind == "interpreter" else _ELEMENTS
     c = _constants(widths, strides, whole, join, elements, first)
     tiles = sum(-(-rows // (elements // c[f"B{i}"])) * -(-w // c[f"B{i}"])
                 for i, w in enumerate(widths) if join or strides[i] is not None)
