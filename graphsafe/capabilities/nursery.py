@@ -37,6 +37,7 @@ from typing import Any
 __all__ = ["answers", "main", "preload"]
 
 _LOOK_EVERY = 0.02
+_FEW = 8
 
 
 @dataclass
@@ -138,8 +139,8 @@ def _kill(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def preload(runtime: str) -> None:
-    """Import what the children need, and keep it out of their collections."""
+def preload(runtime: str, rows: int) -> None:
+    """Import what the children need, for a few ``rows`` what each of them does, and keep it out of their collections."""
     import torch
 
     from graphsafe.capabilities.probe import probes
@@ -149,8 +150,10 @@ def preload(runtime: str) -> None:
     probes()
     with poisoned_memory():
         torch.empty(1)  # the first operator under a dispatch mode imports a third of torch
-    needed = {"graphsafe.capabilities.child", "graphsafe_kernels.layers", "torch.profiler", *backend.REFERENCE.values()}
-    if runtime != "cpu" and importlib.util.find_spec("triton") is not None:
+    needed = {"graphsafe.capabilities.child", "torch.profiler"}
+    if rows > _FEW:
+        needed |= {"graphsafe_kernels.layers", *backend.REFERENCE.values()}
+    if rows > _FEW and runtime != "cpu" and importlib.util.find_spec("triton") is not None:
         # not probe_kernels: some versions of Triton start a driver where a kernel that is tuned is defined
         needed |= {"torch._dynamo", "triton.compiler", *backend.TRITON.values()}
     for module in sorted(needed):
@@ -164,7 +167,7 @@ def main(told: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the children end too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the asker hears of it, and ends this process
     request = json.loads(sys.stdin.readline())
-    preload(request["runtime"])
+    preload(request["runtime"], len(request["rows"]))
     with open(told, "w", encoding="utf-8") as out, contextlib.closing(answers(**request)) as answered:
         for answer in answered:
             print(json.dumps(answer), file=out, flush=True)
