@@ -140,7 +140,7 @@ def _kill(pid: int) -> None:
 
 
 def preload(runtime: str, rows: int) -> None:
-    """Import what the children need, for a few ``rows`` what each of them does, and keep it out of their collections."""
+    """Import what the children need (of a few ``rows``, what all need) and keep it out of their collections."""
     import torch
 
     from graphsafe.capabilities.probe import probes
