@@ -272,7 +272,7 @@ _ALL = (
         "padding-read",
         "What padding holds does not change a result.",
         "A row that belongs to nobody was used.",
-        "Mask block loads before any arithmetic.",
+        "Mask with tables.live(tokens) what sums over tokens; in a kernel, mask block loads before any arithmetic.",
     ),
     Rule(
         "GS501",
