@@ -158,7 +158,7 @@ class Case:
     def peer_both(self) -> tuple[torch.Tensor, ...]:
         assert self.peer is not None
         y = self.peer(self.x, cu_seqlens=self.index)[0]
-        return (y.detach(), *torch.autograd.grad(y, [self.x, *self.peer.parameters()], self.dy))
+        return (y.detach(), *torch.autograd.grad(y, [self.x, *self.peer.parameters()], self.dy, allow_unused=True))
 
     def peer_calls(self) -> list[Callable[[], Any]]:
         return [] if self.peer is None else [self.peer_forward, self.peer_both]
