@@ -14,13 +14,14 @@ eager-on               control: eager-live with ``use_graph=True``: what the gra
 Requirements
 ------------
 1. All arms of a case run the same body on the same batch; what they return is compared before any is timed.
-2. An arm that a provider refuses, or that cannot be captured, is absent and its reason is kept.
+2. An arm that a provider refuses, or that cannot be captured, is absent and its reason is kept. A provider that refuses
+   ``use_graph=True`` has no such switch: it is never handed ``use_graph``.
 3. Everything goes through the runtime's protocol: the same code measures every device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -199,18 +200,17 @@ def _add_live_capture(made: Prepared, live: Callable[[], Tensors], runtime: Any)
 def _add_switches(
     made: Prepared, workload: Workload, provider: str, function: Callable[..., Any], batch: Tensors
 ) -> None:
+    if workload.case.operator == "tables":
+        made.refusals |= dict.fromkeys(("eager-off", "eager-on"), "chunk tables have no switch")
+        return
+    reason = workload.refusal(provider, batch, {"use_graph": True})
+    if reason is not None:
+        made.refusals |= {"eager-off": "it has no use_graph to switch off", "eager-on": reason}
+        return
     for arm, switch in (("eager-off", False), ("eager-on", True)):
-        arguments: Mapping[str, Any] = {"use_graph": switch}
-        if workload.case.operator == "tables":
-            made.refusals[arm] = "chunk tables have no switch"
-            continue
-        reason = workload.refusal(provider, batch, arguments)
-        if reason is not None:
-            made.refusals[arm] = reason
-            continue
 
-        def switched(arguments: Mapping[str, Any] = arguments) -> Tensors:
-            return workload.run(function, batch, arguments)
+        def switched(switch: bool = switch) -> Tensors:
+            return workload.run(function, batch, {"use_graph": switch})
 
         made.arms[arm] = switched
         made.results[arm] = switched()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from graphsafe.bench.run import Bench
 from graphsafe.bench.timing import Protocol
 from graphsafe.errors import ArgumentError
 from graphsafe_kernels.providers import registry
+from graphsafe_kernels.providers.service import GRAPH_ARGUMENTS
 
 SHORT = Protocol(samples=2, warm=0, least=2)
 TABLES = Case("tables", 256, 2)
@@ -132,9 +134,30 @@ def test_a_provider_without_graphs_is_measured_eagerly_and_on_one_layout(monkeyp
     monkeypatch.setitem(registry._providers, "planted", Planted(lambda o: o, unsafe="its grids follow the lengths"))
     (result,) = bench(small(), providers=("planted",)).run()["results"]
     assert result["status"] == "ok"
-    assert set(result["times"]) == {"eager-live", "eager-off", "graph-live"}
+    assert set(result["times"]) == {"eager-live", "graph-live"}
+    assert result["refusals"]["eager-off"] == "it has no use_graph to switch off"
     for mode in ("eager-fixed", "graph-replay", "graph-update-replay", "eager-on"):
         assert "not graph-safe: its grids follow the lengths" in result["refusals"][mode]
+
+
+def test_a_library_without_graphs_is_handed_no_graph_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[set[str]] = []
+
+    class Recording(Planted):
+        def function(self, operator: str) -> Callable[..., Any]:
+            function = super().function(operator)
+
+            def call(**arguments: Any) -> Any:
+                handed.append(set(arguments))
+                return function(**arguments)
+
+            return call
+
+    monkeypatch.setitem(registry._providers, "planted", Recording(lambda o: o, unsafe="its grids follow the lengths"))
+    (result,) = bench(small(direction="forward+backward"), providers=("planted",)).run()["results"]
+    assert result["status"] == "ok"
+    assert handed
+    assert not set.union(*handed) & set(GRAPH_ARGUMENTS)
 
 
 def test_a_refusal_and_a_failure_are_rows_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +196,7 @@ def test_a_library_that_reads_the_host_keeps_its_eager_times(monkeypatch: pytest
 
     monkeypatch.setitem(registry._providers, "planted", Planted(reading, unsafe="it reads the host"))
     (result,) = bench(small(), providers=("planted",)).run()["results"]
-    assert set(result["times"]) == {"eager-live", "eager-off"}
+    assert set(result["times"]) == {"eager-live"}
     assert "GS101 host-read" in result["refusals"]["graph-live"]
 
 
