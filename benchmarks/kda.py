@@ -373,17 +373,17 @@ def main() -> None:
         with_choices({})
         for heads, (tokens, sequences), safe in itertools.product(all_heads, shapes, gates):
             case = Case(tokens, sequences, heads, safe=safe)
-            leaves = case.leaves()
+            # Leaves of its own for each arm: a leaf keeps the stream of its first use while a result of it lives.
             arms = {"forward": functools.partial(case.forward, case.operands),
-                    "both": functools.partial(case.both, leaves)}  # fmt: skip
+                    "both": functools.partial(case.both, case.leaves())}  # fmt: skip
             if with_peer:
                 arms["fla forward"] = functools.partial(case.peer_forward, case.operands)
-                arms["fla both"] = functools.partial(case.peer, leaves)
+                arms["fla both"] = functools.partial(case.peer, case.leaves())
             shape = f"{tokens}x{sequences} H {heads} safe={safe}"
             few = sorted({0, heads - 1})
             want = case.exact(few)
             for name, call in (("", case.both), (" fla", case.peer))[: 1 + with_peer]:
-                found = of_heads(("o", "ht", *NAMES), call(leaves), few)
+                found = of_heads(("o", "ht", *NAMES), call(case.leaves()), few)
                 emit(section="errors", shape=f"{shape}{name}", errors=errors(found, want))
             us = race(arms, 21)
             emit(section="replay", shape=shape, us={n: f"{t[0]:.1f} / {t[1]:.1f}" for n, t in us.items()})
