@@ -43,6 +43,18 @@ def padding_rows(slot, cu_seqlens, chunk_offsets, T, N, SENTINEL: tl.constexpr, 
 
 
 @triton.jit
+def padding_share(slot, unused, cu_seqlens, chunk_offsets, T, N, BT: tl.constexpr):
+    """:func:`padding_rows` of a slot of which only the run says whether it is ``unused``."""
+    live = tl.load(cu_seqlens + N).to(tl.int32)
+    slots = tl.load(chunk_offsets + N).to(tl.int32)
+    boundary = tl.minimum(tl.cdiv(live, BT) * BT, T)
+    block = tl.minimum(boundary + (slot - slots) * BT, T)
+    first = tl.where(unused, block, live)
+    last = tl.where(slot + 1 == slots, boundary, live)
+    return first, tl.where(unused, tl.minimum(block + BT, T), last)
+
+
+@triton.jit
 def locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED: tl.constexpr, BT: tl.constexpr):
     """(first row as int64, valid rows) of a live slot."""
     if PACKED:

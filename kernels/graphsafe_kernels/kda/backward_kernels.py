@@ -34,7 +34,13 @@ Requirements
 import triton
 import triton.language as tl
 
-from graphsafe_kernels.delta.row_kernels import clear_rows, load_rows, locate_slot, padding_rows
+from graphsafe_kernels.delta.row_kernels import (
+    clear_rows,
+    load_rows,
+    locate_slot,
+    padding_rows,
+    padding_share,
+)
 from graphsafe_kernels.kda.decay_kernels import (
     TILE,
     apart,
@@ -52,6 +58,7 @@ from graphsafe_kernels.kda.decay_kernels import (
     unstacked,
 )
 from graphsafe_kernels.kda.gate_kernels import gate_factor, gate_gradient, load_bias, log_decay
+from graphsafe_kernels.kda.level_kernels import gradients_by_levels
 from graphsafe_kernels.kda.prepare_kernels import VECTORS, clear_values
 
 
@@ -74,29 +81,27 @@ def load_residuals(residuals, column, V: tl.constexpr, BT: tl.constexpr, BV: tl.
     return tl.load(residuals + j[:, None] * BT + i[None, :], mask=(j < V)[:, None], other=0.0)
 
 
-@triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
-def products_kernel(
-    do, dv, vectors, states, dstates, residuals, pairs, own, products, inner, dbeta,
+@triton.jit
+def clear_products(
+    slot, hv, dv, dbeta, cu_seqlens, chunk_offsets, T, N, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr,
+):  # fmt: skip
+    """A sentinel slot's share of the padding rows of dv and dbeta."""
+    first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
+    clear_values(dv, first, end, hv, HV, V, BT, BV)
+    clear_rows(dbeta + hv, first, end, HV, 0, 1, BT, 1)
+
+
+@triton.jit
+def products_of(
+    slot, hv, at, do, dv, vectors, states, dstates, residuals, pairs, own, products, inner, dbeta,
     cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """do ``[tokens, HV, V]``; dv likewise holds dw and becomes dv; states, dstates ``[slots, HV, V, K]``; residuals
-    ``[slots, HV, V, BT]``. Writes dbeta ``[tokens, HV]`` of the raw beta, pairs ``[slots, HV, 2, BT, BT]`` (Z and Y for
-    i > j), own ``[slots, HV, BT]`` fp32 (the diagonal of Z), products ``[slots, HV, 3, BT, K]`` (scale do S^T,
-    -b dw S^T, b e D^T) and inner ``[slots, HV, K]`` fp32 (sum_v S D). Heads fastest."""
+    """The products of one live slot and value head."""
     DT: tl.constexpr = states.dtype.element_ty
     KEEP: tl.constexpr = BV >= V
-    pid = tl.program_id(0)
-    slot = pid // HV
-    hv = pid % HV
-    at = slot.to(tl.int64) * HV + hv
-    if PACKED:
-        if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
-            first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
-            clear_values(dv, first, end, hv, HV, V, BT, BV)
-            clear_rows(dbeta + hv, first, end, HV, 0, 1, BT, 1)
-            return
     row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
     i = tl.arange(0, BT)
     ii = i[:, None]
@@ -114,9 +119,14 @@ def products_kernel(
     db = tl.sum(tl.where(ii == jj, Y, 0.0), 1)
     if SIGMOID:
         db *= b * (1.0 - b / FACTOR)
+    if LOOP:
+        # Through memory: an Ascend pads what goes to elements apart to 32 bytes each, and all that it is computed from.
+        tl.store(own + (at * 2 + 1) * BT + i, db)
+        tl.debug_barrier()
+        db = tl.load(own + (at * 2 + 1) * BT + i)
     tl.store(dbeta + (row + i) * HV + hv, db.to(dbeta.dtype.element_ty), mask=m)
     pair = pairs + at * (2 * BT * BT) + ii * BT + jj
-    tl.store(own + at * BT + i, tl.sum(tl.where(ii == jj, Z, 0.0), 1) * b * scale)
+    tl.store(own + at * ((2 if LOOP else 1) * BT) + i, tl.sum(tl.where(ii == jj, Z, 0.0), 1) * b * scale)
     tl.store(pair, tl.where(ii > jj, Z * (b * scale)[None, :], 0.0).to(pairs.dtype.element_ty))
     tl.store(pair + BT * BT, tl.where(ii > jj, Y * (0.0 - b)[:, None] * b[None, :], 0.0).to(pairs.dtype.element_ty))
     for column in tl.range(0, K, BK):
@@ -157,6 +167,50 @@ def products_kernel(
             clear_rows(dbeta + hv, first, end, HV, 0, 1, BT, 1)
 
 
+@triton.jit(do_not_specialize=["scale", "T", "N", "NT", "tasks"])
+def products_kernel(
+    do, dv, vectors, states, dstates, residuals, pairs, own, products, inner, dbeta,
+    cu_seqlens, chunk_indices, chunk_offsets, tasks, scale, T, N, NT,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """do ``[tokens, HV, V]``; dv likewise holds dw and becomes dv; states, dstates ``[slots, HV, V, K]``; residuals
+    ``[slots, HV, V, BT]``. Writes dbeta ``[tokens, HV]`` of the raw beta, pairs ``[slots, HV, 2, BT, BT]`` (Z and Y for
+    i > j), own ``[slots, HV, BT]`` fp32 (the diagonal of Z), products ``[slots, HV, 3, BT, K]`` (scale do S^T,
+    -b dw S^T, b e D^T) and inner ``[slots, HV, K]`` fp32 (sum_v S D). Heads fastest; one slot and head a program, or
+    with LOOP ``tasks`` that programs walk."""
+    pid = tl.program_id(0)
+    if LOOP:
+        for task in tl.range(pid, tasks, tl.num_programs(0)):
+            slot = task // HV
+            hv = task % HV
+            live = True
+            if PACKED:
+                live = tl.load(chunk_indices + 2 * slot.to(tl.int64)) >= 0
+            if live:
+                products_of(
+                    slot, hv, slot.to(tl.int64) * HV + hv, do, dv, vectors, states, dstates, residuals, pairs, own,
+                    products, inner, dbeta, cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT, HV, K, V, BT, BK,
+                    BV, PACKED, SIGMOID, FACTOR, PRECISION, True,
+                )  # fmt: skip
+            else:
+                if PACKED:
+                    clear_products(slot, hv, dv, dbeta, cu_seqlens, chunk_offsets, T, N, HV, V, BT, BV)
+    else:
+        slot = pid // HV
+        hv = pid % HV
+        at = slot.to(tl.int64) * HV + hv
+        if PACKED:
+            if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
+                clear_products(slot, hv, dv, dbeta, cu_seqlens, chunk_offsets, T, N, HV, V, BT, BV)
+                return
+        products_of(
+            slot, hv, at, do, dv, vectors, states, dstates, residuals, pairs, own, products, inner, dbeta, cu_seqlens,
+            chunk_indices, chunk_offsets, scale, T, N, NT, HV, K, V, BT, BK, BV, PACKED, SIGMOID, FACTOR, PRECISION,
+            False,
+        )  # fmt: skip
+
+
 @triton.jit
 def part_level(k3, q3, y3, pair, turned, dq, dk, ahead, BT: tl.constexpr, PAIRS: tl.constexpr,
                PRECISION: tl.constexpr, LEVEL: tl.constexpr):  # fmt: skip
@@ -181,26 +235,31 @@ def part_level(k3, q3, y3, pair, turned, dq, dk, ahead, BT: tl.constexpr, PAIRS:
     return dq, dk, ahead
 
 
-@triton.jit(do_not_specialize=["bound", "T", "N", "NT"])
-def gradients_kernel(
-    q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg, scale_sums,
-    bias_sums, cu_seqlens, chunk_indices, chunk_offsets, bound, T, N, NT,
+@triton.jit
+def project(q, k, dq, dk, row, rows, hq, hv, i, m, rq, rk, rows_q, rows_k, H: tl.constexpr, HV: tl.constexpr,
+            K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """l2norm's gradient: dq and dk of one head, less their parts along q and k."""
+    for column in tl.range(0, K, BK):
+        c = column + tl.arange(0, BK)
+        inside = m[:, None] & (c < K)[None, :]
+        out = (row + i)[:, None] * (HV * K) + hv * K + c[None, :]
+        kh = load_rows(k + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32) * rk[:, None]
+        qh = load_rows(q + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32) * rq[:, None]
+        dqh = (tl.load(dq + out, mask=inside, other=0.0).to(tl.float32) - qh * rows_q[:, None]) * rq[:, None]
+        dkh = (tl.load(dk + out, mask=inside, other=0.0).to(tl.float32) - kh * rows_k[:, None]) * rk[:, None]
+        tl.store(dq + out, dqh.to(dq.dtype.element_ty), mask=inside)
+        tl.store(dk + out, dkh.to(dk.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gradients_in_tiles(
+    slot, hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg,
+    scale_sums, bias_sums, cu_seqlens, chunk_indices, chunk_offsets, bound, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
     SAFE: tl.constexpr, PAIRS: tl.constexpr, STACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk ``[tokens, HV, K]`` (parts unless WHOLE) and dg ``[tokens, HV, K]`` of the raw inputs, from the results of
-    ``products_kernel``; scale_sums ``[slots, HV]`` and bias_sums ``[slots, HV, K]`` fp32, the gate parameters' parts.
-    Heads fastest."""
-    pid = tl.program_id(0)
-    slot = pid // HV
-    hv = pid % HV
-    at = slot.to(tl.int64) * HV + hv
-    if PACKED:
-        if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
-            first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
-            clear_gradients(first, end, hv, dq, dk, dg, HV, K, BT, BK, WHOLE)
-            return
+    """One live slot and value head, pairs met by tiles of 16 tokens (``decay_kernels``)."""
     row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
     hq = hv // (HV // H)
     i = tl.arange(0, BT)
@@ -328,20 +387,100 @@ def gradients_kernel(
         tl.store(scale_sums + at, tl.sum(rows_scale, 0))
     if L2NORM:
         tl.debug_barrier()  # dq and dk are read by threads that did not write them
-        for column in tl.range(0, K, BK):
-            c = column + tl.arange(0, BK)
-            inside = m[:, None] & (c < K)[None, :]
-            out = (row + i)[:, None] * (HV * K) + hv * K + c[None, :]
-            kh = load_rows(k + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32) * rk[:, None]
-            qh = load_rows(q + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32) * rq[:, None]
-            dqh = (tl.load(dq + out, mask=inside, other=0.0).to(tl.float32) - qh * rows_q[:, None]) * rq[:, None]
-            dkh = (tl.load(dk + out, mask=inside, other=0.0).to(tl.float32) - kh * rows_k[:, None]) * rk[:, None]
-            tl.store(dq + out, dqh.to(dq.dtype.element_ty), mask=inside)
-            tl.store(dk + out, dkh.to(dk.dtype.element_ty), mask=inside)
+        project(q, k, dq, dk, row, rows, hq, hv, i, m, rq, rk, rows_q, rows_k, H, HV, K, BT, BK)
     if PACKED:
         first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
         if first < end:
             clear_gradients(first, end, hv, dq, dk, dg, HV, K, BT, BK, WHOLE)
+
+
+@triton.jit(do_not_specialize=["bound", "T", "N", "NT", "tasks"])
+def gradients_kernel(
+    q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg, scale_sums,
+    bias_sums, row_sums, cu_seqlens, chunk_indices, chunk_offsets, tasks, bound, T, N, NT,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
+    WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+    SAFE: tl.constexpr, PAIRS: tl.constexpr, STACKED: tl.constexpr, PRECISION: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """dq, dk ``[tokens, HV, K]`` (parts unless WHOLE) and dg ``[tokens, HV, K]`` of the raw inputs, from the results of
+    ``products_kernel``; scale_sums ``[slots, HV]`` and bias_sums ``[slots, HV, K]`` fp32, the gate parameters' parts.
+    Heads fastest; one slot and head a program, or with LEVELS ``tasks`` that programs walk."""
+    pid = tl.program_id(0)
+    if LEVELS:
+        BLOCKS: tl.constexpr = (K + BK - 1) // BK
+        for task in tl.range(pid, tasks, tl.num_programs(0)):
+            column = task % BLOCKS * BK
+            hv = task // BLOCKS % HV
+            slot = task // (BLOCKS * HV)
+            at = slot.to(tl.int64) * HV + hv
+            live = True
+            if PACKED:
+                live = tl.load(chunk_indices + 2 * slot.to(tl.int64)) >= 0
+            if live:
+                row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
+                gradients_by_levels(
+                    column, q, k, g, A_log, dt_bias, vectors, decay, pairs, own, products, inner, dq, dk, dg,
+                    row_sums + (at * BLOCKS + column // BK) * (3 * BT), bias_sums, row, rows, hv // (HV // H), hv, at,
+                    bound, H, HV, K, BT, BK, L2NORM, GATE, SCALED, BIAS, PRECISION,
+                )  # fmt: skip
+            if PACKED:
+                first, end = padding_share(slot, live == 0, cu_seqlens, chunk_offsets, T, N, BT)
+                if first < end:
+                    if WHOLE:
+                        clear_rows(dq + hv * K, first, end, HV * K, column, K, BT, BK)
+                        clear_rows(dk + hv * K, first, end, HV * K, column, K, BT, BK)
+                    clear_rows(dg + hv * K, first, end, HV * K, column, K, BT, BK)
+    else:
+        slot = pid // HV
+        hv = pid % HV
+        at = slot.to(tl.int64) * HV + hv
+        if PACKED:
+            if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
+                first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
+                clear_gradients(first, end, hv, dq, dk, dg, HV, K, BT, BK, WHOLE)
+                return
+        gradients_in_tiles(
+            slot, hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg,
+            scale_sums, bias_sums, cu_seqlens, chunk_indices, chunk_offsets, bound, T, N, NT, H, HV, K, BT, BK, PACKED,
+            WHOLE, L2NORM, GATE, SCALED, BIAS, SAFE, PAIRS, STACKED, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "N", "NT", "tasks"])
+def project_kernel(
+    q, k, vectors, row_sums, dq, dk, scale_sums, cu_seqlens, chunk_indices, tasks, T, N, NT,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
+    L2NORM: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """What gradients by levels leave to whole rows: l2norm's projection of dq and dk, in place, and scale_sums."""
+    BLOCKS: tl.constexpr = (K + BK - 1) // BK
+    for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
+        slot = task // HV
+        hv = task % HV
+        at = slot.to(tl.int64) * HV + hv
+        live = True
+        if PACKED:
+            live = tl.load(chunk_indices + 2 * slot.to(tl.int64)) >= 0
+        if live:
+            row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
+            i = tl.arange(0, BT)
+            rows_q = tl.zeros([BT], tl.float32)
+            rows_k = tl.zeros([BT], tl.float32)
+            rows_scale = tl.zeros([BT], tl.float32)
+            for block in tl.range(0, BLOCKS):
+                sums = row_sums + (at * BLOCKS + block) * (3 * BT) + i
+                if L2NORM:
+                    rows_q += tl.load(sums)
+                    rows_k += tl.load(sums + BT)
+                if SCALED:
+                    rows_scale += tl.load(sums + 2 * BT)
+            if SCALED:
+                tl.store(scale_sums + at, tl.sum(rows_scale, 0))
+            if L2NORM:
+                rk = tl.load(vectors + at * (VECTORS * BT) + BT + i)
+                rq = tl.load(vectors + at * (VECTORS * BT) + 3 * BT + i)
+                project(q, k, dq, dk, row, rows, hv // (HV // H), hv, i, i < rows, rq, rk, rows_q, rows_k, H, HV, K, BT,
+                        BK)  # fmt: skip
 
 
 @triton.jit

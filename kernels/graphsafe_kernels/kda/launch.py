@@ -21,7 +21,12 @@ import triton.language as tl
 
 from graphsafe.metadata import ChunkTables
 from graphsafe_kernels import _interpreter
-from graphsafe_kernels.kda.backward_kernels import finish_kernel, gradients_kernel, products_kernel
+from graphsafe_kernels.kda.backward_kernels import (
+    finish_kernel,
+    gradients_kernel,
+    products_kernel,
+    project_kernel,
+)
 from graphsafe_kernels.kda.chain_kernels import backward_chains_kernel, forward_chain_kernel
 from graphsafe_kernels.kda.configurations import Configuration, Problem, choose
 from graphsafe_kernels.kda.decay_kernels import TILE
@@ -153,7 +158,7 @@ def _prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, sta
     start(
         prepare_kernel, c.programs(slots * hv),
         (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, kg, qg, kd, *kept[:5], o, intermediates, *_index(tables),
-         problem.scale, problem.lower_bound, *_layout(problem), slots * hv if c.levels else None),
+         slots * hv if c.levels else None, problem.scale, problem.lower_bound, *_layout(problem)),
         constants, warps=c.prepare_warps, registers=c.prepare_registers if scores else c.tile_registers,
     )  # fmt: skip
     return kept._replace(kg=kg, qg=qg, kd=kd)
@@ -309,15 +314,15 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
     )  # fmt: skip
     dbeta = torch.empty_like(x.beta)
     pairs = x.q.new_empty((slots, hv, 2, bt, bt), dtype=c.pairs)
-    own = x.q.new_empty((slots, hv, bt), dtype=torch.float32)
+    own = x.q.new_empty((slots, hv, 2 if c.cores else 1, bt), dtype=torch.float32)
     products = x.q.new_empty((slots, hv, 3, bt, kw))
     inner = x.q.new_empty((slots, hv, kw), dtype=torch.float32)
     start(
-        products_kernel, slots * hv,
+        products_kernel, c.programs(slots * hv),
         (do, dv, kept.vectors, kept.states, dstates, kept.residuals, pairs, own, products, inner, dbeta, *index,
-         problem.scale, *layout),
+         slots * hv if c.cores else None, problem.scale, *layout),
         {**sizes, "V": problem.value_width, "BK": c.product_block, "BV": c.clear_block, **_beta(problem),
-         "PRECISION": c.precision},
+         "PRECISION": c.precision, "LOOP": c.cores > 0},
         warps=c.product_warps, registers=c.product_registers,
     )  # fmt: skip
     whole = hv == problem.heads
@@ -326,14 +331,27 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
     dA_log, ddt_bias = (None if t is None else torch.empty_like(t) for t in (x.A_log, x.dt_bias))
     scale_sums = None if dA_log is None else x.q.new_empty((slots, hv), dtype=torch.float32)
     bias_sums = None if ddt_bias is None else x.q.new_empty((slots, hv, kw), dtype=torch.float32)
+    row_sums, blocks = None, 1
+    if c.levels:
+        blocks = triton.cdiv(kw, c.column_block)
+        row_sums = x.q.new_empty((slots, hv, blocks, 3, bt), dtype=torch.float32)
     start(
-        gradients_kernel, slots * hv,
+        gradients_kernel, c.programs(slots * hv * blocks),
         (x.q, x.k, x.g, x.A_log, x.dt_bias, kept.vectors, kept.tile_decays, kept.decay, pairs, own, products, inner,
-         *parts, dg, scale_sums, bias_sums, *index, problem.lower_bound, *layout),
+         *parts, dg, scale_sums, bias_sums, row_sums, *index, slots * hv * blocks if c.levels else None,
+         problem.lower_bound, *layout),
         {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, "STACKED": c.stacked,
-         **_gate(problem, x, c)},
+         "LEVELS": c.levels, **_gate(problem, x, c)},
         warps=c.gradient_warps, registers=c.gradient_registers,
     )  # fmt: skip
+    if row_sums is not None and (problem.qk_l2norm or dA_log is not None):
+        start(
+            project_kernel, c.programs(slots * hv),
+            (x.q, x.k, kept.vectors, row_sums, *parts, scale_sums, *index[:2], slots * hv, *layout),
+            {**sizes, "H": problem.heads, "BK": c.column_block, "L2NORM": problem.qk_l2norm,
+             "SCALED": problem.gate > 0 and dA_log is not None},
+            warps=c.gradient_warps,
+        )  # fmt: skip
     row_programs = triton.cdiv(problem.rows * problem.heads, c.finish_rows)
     sums = {"SCALED": dA_log is not None, "BIAS": ddt_bias is not None}
     start(

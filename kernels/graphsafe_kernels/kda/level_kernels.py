@@ -20,7 +20,10 @@ import triton
 import triton.language as tl
 
 from graphsafe_kernels.delta.row_kernels import load_rows
-from graphsafe_kernels.kda.gate_kernels import gate_gradient, load_bias, load_gates
+from graphsafe_kernels.kda.gate_kernels import gate_factor, gate_gradient, load_bias, load_gates
+
+VECTORS: tl.constexpr = tl.constexpr(4)
+"""Rows of ``vectors``: b, r_k, scale r_q, r_q."""
 
 
 @triton.jit
@@ -88,69 +91,71 @@ def chunk_by_levels(
 
 @triton.jit
 def gradients_by_levels(
-    q, k, g, dt_bias, decay, pairs, products, inner, dq, dk, dg, bias_sums, row, rows, hq, hv, at, rq, rk, diagonal,
-    factor, bound, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    column, q, k, g, A_log, dt_bias, vectors, decay, pairs, own, products, inner, dq, dk, dg, row_sums, bias_sums, row,
+    rows, hq, hv, at, bound, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write dq and dk before l2norm's projection, dg and the bias' sums; return the rows' sums for the projection of q
-    and of k, and for the gradient of A_log."""
+    """Write the block of BK columns from ``column`` of dq and dk before l2norm's projection, of dg and the bias' sums;
+    and what each row sums over these columns, ``row_sums`` ``[3, BT]``: for the projection of q, of k, and for the
+    gradient of A_log."""
     DT: tl.constexpr = pairs.dtype.element_ty
+    LEVELS: tl.constexpr = 6 if BT == 64 else 5
     i = tl.arange(0, BT)
     ii = i[:, None]
     jj = i[None, :]
-    m = i < rows
+    c = column + tl.arange(0, BK)
+    held = (c < K)[None, :]
+    inside = (i < rows)[:, None] & held
     pair = pairs + at * (2 * BT * BT) + ii * BT + jj
-    rows_q = tl.zeros([BT], tl.float32)
-    rows_k = tl.zeros([BT], tl.float32)
-    rows_scale = tl.zeros([BT], tl.float32)
-    for column in tl.range(0, K, BK):
-        c = column + tl.arange(0, BK)
-        held = (c < K)[None, :]
-        inside = m[:, None] & held
-        place = products + at * (3 * BT * K) + ii * K + c[None, :]
-        out = (row + i)[:, None] * (HV * K) + hv * K + c[None, :]
-        kh = load_rows(k + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32) * rk[:, None]
-        qh = load_rows(q + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32) * rq[:, None]
-        x = load_gates(g, dt_bias, row, rows, hv, column, factor, bound, HV, K, BT, BK, GATE, BIAS)
-        grown = tl.exp2(tl.dot(tl.where(jj <= ii, 1.0, 0.0), x, input_precision="ieee"))
-        left = tl.exp2(tl.dot(tl.where(jj > ii, 1.0, 0.0), x, input_precision="ieee"))
-        sq = tl.load(place, mask=held, other=0.0).to(tl.float32) * grown
-        sk = tl.load(place + BT * K, mask=held, other=0.0).to(tl.float32) * grown
-        sd = tl.load(place + 2 * BT * K, mask=held, other=0.0).to(tl.float32) * left
-        dqh = sq + diagonal * kh
-        dkh = sk + sd + diagonal * qh
-        ahead = qh * sq + kh * sk
-        for level in tl.range(0, 6 if BT == 64 else 5):
-            F = tl.exp2(tl.dot(level_sums(level, BT), x, input_precision="ieee"))
-            met = level_meets(level, BT)
-            Z = tl.where(met, tl.load(pair), 0.0).to(DT)
-            Y = tl.where(met, tl.load(pair + BT * BT), 0.0).to(DT)
-            kF = (kh * F).to(DT)
-            qF = (qh * F).to(DT)
-            az = tl.dot(Z, kF, input_precision=PRECISION)
-            ay = tl.dot(Y, kF, input_precision=PRECISION)
-            ac = tl.dot(tl.trans(Z), qF, input_precision=PRECISION)
-            ac = tl.dot(tl.trans(Y), kF, ac, input_precision=PRECISION)
-            dqh += F * az
-            dkh += F * (ay + ac)
-            ahead += qF.to(tl.float32) * az + kF.to(tl.float32) * (ay - ac)
-        if L2NORM:
-            rows_q += tl.sum(qh * dqh, 1)
-            rows_k += tl.sum(kh * dkh, 1)
-        tl.store(dq + out, dqh.to(dq.dtype.element_ty), mask=inside)
-        tl.store(dk + out, dkh.to(dk.dtype.element_ty), mask=inside)
-        dx = tl.dot(tl.where(jj < ii, 1.0, 0.0), kh * sd, input_precision="ieee")
-        dx = tl.dot(tl.where(jj >= ii, 1.0, 0.0), ahead, dx, input_precision="ieee")
-        whole = tl.load(inner + at * K + c, mask=c < K, other=0.0)
-        whole *= tl.load(decay + at * K + c, mask=c < K, other=0.0)
-        dx += whole[None, :]
-        if GATE:
-            z = load_rows(g + hv * K, row, rows, column, K, HV * K, BT, BK).to(tl.float32)
-            z += load_bias(dt_bias, hv, column, K, BK, BIAS)[None, :]
-            dx, dA = gate_gradient(z, dx, factor, bound, GATE)
-            if SCALED:
-                rows_scale += tl.sum(tl.where(inside, dA, 0.0), 1)
-            if BIAS:
-                tl.store(bias_sums + at * K + c, tl.sum(tl.where(inside, dx, 0.0), 0), mask=c < K)
-        tl.store(dg + out, dx.to(dg.dtype.element_ty), mask=inside)
-    return rows_q, rows_k, rows_scale
+    place = products + at * (3 * BT * K) + ii * K + c[None, :]
+    out = (row + i)[:, None] * (HV * K) + hv * K + c[None, :]
+    factor = gate_factor(A_log, hv, SCALED)
+    rk = tl.load(vectors + at * (VECTORS * BT) + BT + i)
+    rq = tl.load(vectors + at * (VECTORS * BT) + 3 * BT + i)
+    diagonal = tl.load(own + at * (2 * BT) + i)[:, None]
+    kh = load_rows(k + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32) * rk[:, None]
+    qh = load_rows(q + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32) * rq[:, None]
+    x = load_gates(g, dt_bias, row, rows, hv, column, factor, bound, HV, K, BT, BK, GATE, BIAS)
+    grown = tl.exp2(tl.dot(tl.where(jj <= ii, 1.0, 0.0), x, input_precision="ieee"))
+    left = tl.exp2(tl.dot(tl.where(jj > ii, 1.0, 0.0), x, input_precision="ieee"))
+    sq = tl.load(place, mask=held, other=0.0).to(tl.float32) * grown
+    sk = tl.load(place + BT * K, mask=held, other=0.0).to(tl.float32) * grown
+    sd = tl.load(place + 2 * BT * K, mask=held, other=0.0).to(tl.float32) * left
+    behind = kh * sd
+    dqh = sq + diagonal * kh
+    dkh = sk + sd + diagonal * qh
+    ahead = qh * sq + kh * sk
+    for level in tl.range(0, LEVELS):
+        F = tl.exp2(tl.dot(level_sums(level, BT), x, input_precision="ieee"))
+        met = level_meets(level, BT)
+        Z = tl.where(met, tl.load(pair), 0.0).to(DT)
+        Y = tl.where(met, tl.load(pair + BT * BT), 0.0).to(DT)
+        kF = (kh * F).to(DT)
+        qF = (qh * F).to(DT)
+        az = tl.dot(Z, kF, input_precision=PRECISION)
+        ay = tl.dot(Y, kF, input_precision=PRECISION)
+        ac = tl.dot(tl.trans(Z), qF, input_precision=PRECISION)
+        ac = tl.dot(tl.trans(Y), kF, ac, input_precision=PRECISION)
+        dqh += F * az
+        dkh += F * (ay + ac)
+        ahead += qF.to(tl.float32) * az + kF.to(tl.float32) * (ay - ac)
+    sums = row_sums + i
+    if L2NORM:
+        tl.store(sums, tl.sum(qh * dqh, 1))
+        tl.store(sums + BT, tl.sum(kh * dkh, 1))
+    tl.store(dq + out, dqh.to(dq.dtype.element_ty), mask=inside)
+    tl.store(dk + out, dkh.to(dk.dtype.element_ty), mask=inside)
+    dx = tl.dot(tl.where(jj < ii, 1.0, 0.0), behind, input_precision="ieee")
+    dx = tl.dot(tl.where(jj >= ii, 1.0, 0.0), ahead, dx, input_precision="ieee")
+    whole = tl.load(inner + at * K + c, mask=c < K, other=0.0)
+    whole *= tl.load(decay + at * K + c, mask=c < K, other=0.0)
+    dx += whole[None, :]
+    if GATE:
+        z = load_rows(g + hv * K, row, rows, column, K, HV * K, BT, BK).to(tl.float32)
+        z += load_bias(dt_bias, hv, column, K, BK, BIAS)[None, :]
+        dx, dA = gate_gradient(z, dx, factor, bound, GATE)
+        if SCALED:
+            tl.store(sums + 2 * BT, tl.sum(tl.where(inside, dA, 0.0), 1))
+        if BIAS:
+            tl.store(bias_sums + at * K + c, tl.sum(tl.where(inside, dx, 0.0), 0), mask=c < K)
+    tl.store(dg + out, dx.to(dg.dtype.element_ty), mask=inside)

@@ -38,10 +38,7 @@ from graphsafe_kernels.kda.decay_kernels import (
     tile_sums,
 )
 from graphsafe_kernels.kda.gate_kernels import gate_factor, load_bias, load_gates, log_decay
-from graphsafe_kernels.kda.level_kernels import chunk_by_levels
-
-VECTORS: tl.constexpr = tl.constexpr(4)
-"""Rows of ``vectors``: b, r_k, scale r_q, r_q."""
+from graphsafe_kernels.kda.level_kernels import VECTORS, chunk_by_levels
 
 
 @triton.jit
@@ -272,14 +269,15 @@ def prepare_by_levels(
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, kg, qg, kd, correction, scores, vectors, tile_decays, decay, o,
     intermediates,
-    cu_seqlens, chunk_indices, chunk_offsets, scale, bound, T, N, NT, tasks,
+    cu_seqlens, chunk_indices, chunk_offsets, tasks, scale, bound, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, SCORES: tl.constexpr,
     SAFE: tl.constexpr, INTERMEDIATES: tl.constexpr, PAIRS: tl.constexpr,
     INVERSE: tl.constexpr, REFINE: tl.constexpr, PRECISION: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One task per slot and value head, heads fastest: one a program, or with LEVELS ``tasks`` that programs walk.
+    """One task per slot and value head, heads fastest: one a program, or with LEVELS ``tasks`` (else None) that they
+    walk.
 
     q, k ``[tokens, H, K]``; g ``[tokens, HV, K]``; beta
     ``[tokens, HV]``; A_log ``[HV]``; dt_bias ``[HV, K]``; kg, qg, kd ``[slots, HV, BT, K]``; correction, scores
