@@ -11,8 +11,10 @@ import torch
 
 from graphsafe.errors import MetadataError
 from graphsafe_kernels import backend
-from graphsafe_kernels.gdn import autograd, chunk_gated_delta_rule, configurations, launch
+from graphsafe_kernels.gdn import autograd, chunk_gated_delta_rule, configurations
+from graphsafe_kernels.gdn.problem import Problem
 from graphsafe_kernels.reference import gated_delta_rule as reference
+from graphsafe_kernels.tables import build_tables
 
 NAN = float("nan")
 # relative rms allowed against fp64, (outputs and states, gradients)
@@ -36,9 +38,10 @@ def configured(monkeypatch, device):
 
     def replace(tiles=None, **fields):
         if tiles is not None and device.type == "cpu":
-            fields["tiles"] = tiles
+            stages = dict.fromkeys(("chain_stages", "keep_stages", "reverse_stages"), 3)
+            fields = {"tiles": tiles, "store_tiles": tiles, **stages, **fields}
         chosen = configurations.configuration
-        monkeypatch.setattr(launch, "configuration", lambda *key: dataclasses.replace(chosen(*key), **fields))
+        monkeypatch.setattr(configurations, "configuration", lambda *key: dataclasses.replace(chosen(*key), **fields))
 
     return replace
 
@@ -201,7 +204,8 @@ def test_blocks_and_descriptors(device, configured):
     b = batch(device, [40, 7, 17], key=32, value=32, padding=5)
     want = run(b, dtype=torch.float64, **NORMED)
     blocks = dict(chain_block=16, reverse_block=16, prepare_block=16, gradient_key_block=16, gradient_value_block=16)
-    for fields in (blocks, {"tiles": True}, {"tiles": True, "keep_states": True}):
+    pointers = {"tiles": True, "keep_states": True, "store_tiles": False}
+    for fields in (blocks, {"tiles": True}, {"tiles": True, "keep_states": True}, pointers):
         configured(**fields)
         assert_close(want, live(b, run(b, **NORMED)), torch.float32)
 
@@ -224,6 +228,16 @@ def test_segments_of_a_sequence(device, configured, fields):
     assert all((t[:, b.total :] == 0).all() for name, t in got.items() if per_token(name))
 
 
+def test_a_second_segment_prepared_beside_the_first_ones_states(device, configured, capture):
+    """The launches of two streams, eager and captured: the same bits as one after the other."""
+    b = batch(device, [70], key=32, value=32, padding=5)
+    configured(span=3)
+    want = run(b, **NORMED)
+    configured(beside=True)
+    assert_same(want, run(b, **NORMED))
+    assert_same(want, capture(functools.partial(run, b, use_graph=True, **NORMED)).replay())
+
+
 def test_segments_of_dense_sequences_with_states_v_first(device, configured):
     b = batch(device, [50, 50], dense=True, v_first=True, key=16, value=32)
     options = {**NORMED, "state_v_first": True}
@@ -235,7 +249,7 @@ def test_segments_of_dense_sequences_with_states_v_first(device, configured):
 def test_segments_follow_from_the_bucket(device):
     """Long sequences with few heads are cut, forward and backward; with many chains there is nothing to gain."""
     choose = functools.partial(configurations.choose, capability=90, dtype=torch.bfloat16)
-    problem = functools.partial(launch.Problem, 1, heads=4, key_width=128, value_width=128, chunk_size=64, scale=1.0)
+    problem = functools.partial(Problem, 1, heads=4, key_width=128, value_width=128, chunk_size=64, scale=1.0)
     for value_heads, sequences, tokens, span, reverse_span in (
         (32, 1, 8192, 64, 0), (8, 1, 8192, 16, 16), (8, 4, 8192, 64, 0), (32, 32, 4096, 0, 0), (8, 1, 1024, 0, 0),
     ):  # fmt: skip
@@ -305,7 +319,7 @@ def test_padding_and_unread_intermediates_change_no_bit(device, monkeypatch):
 
         def poisoned(*args, original=original, **kwargs):
             t = original(*args, **kwargs)
-            return t.fill_(NAN) if t.is_floating_point() else t
+            return t.fill_(NAN if t.is_floating_point() else 0)  # tables, which the preparation writes
 
         monkeypatch.setattr(owner, name, poisoned)
     assert_same(exact, narrowed())
@@ -356,6 +370,17 @@ def test_launches(device, launches, configured):
     run(batch(device, [20], padding=3, gate=True), **GATED)
     names = [name.removesuffix("_kernel") for name in launches if "tables" not in name]
     assert names == ["prepare", "segment_states", "forward_chain", "segment_gradients", *backward, "finish"]
+
+
+@pytest.mark.parametrize("lengths", [[20], [0, 20, 0, 33, 0], [1] * 32, [1] * 33], ids=len)
+def test_tables_given_and_made_on_the_way(device, launches, lengths):
+    """Few sequences' tables are written by the preparation: the same bits as with tables that the caller built."""
+    b = batch(device, lengths, padding=5, key=16, value=16)
+    given = build_tables(b.cu, b.q.shape[1], 16)
+    launches.clear()
+    own = run(b, **NORMED)
+    assert ("chunk_tables_kernel" in launches) == (len(lengths) > 32)
+    assert_same(run(b, chunk_indices=given.chunk_indices, chunk_offsets=given.chunk_offsets, **NORMED), own)
 
 
 def test_without_tokens_states_are_handed_through(device):

@@ -15,24 +15,26 @@ import torch
 
 from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.delta_rule import DeltaRuleOptions
-from graphsafe_kernels.gdn import launch
+from graphsafe_kernels.gdn.backward import backward
+from graphsafe_kernels.gdn.forward import forward
+from graphsafe_kernels.gdn.problem import Operands, Prepared, Problem
 from graphsafe_kernels.reference import gated_delta_rule as reference
 from graphsafe_kernels.reference.once import first_order_only
 from graphsafe_kernels.reference.rows import SavedBoundaries
 
 __all__ = ["chunk_gated_delta_rule"]
 
-def _problem(q: torch.Tensor, v: torch.Tensor, tables: ChunkTables | None, options: DeltaRuleOptions) -> launch.Problem:
+def _problem(q: torch.Tensor, v: torch.Tensor, tables: ChunkTables | None, options: DeltaRuleOptions) -> Problem:
     batch, tokens, heads, key_width = q.shape
     value_heads, value_width = v.shape[2:]
     sequences = batch if tables is None else tables.max_num_seqs
-    return launch.Problem(
+    return Problem(
         batch, tokens, heads, value_heads, key_width, value_width, sequences, options.chunk_size, options.scale,
         options.qk_l2norm, options.gate_in_kernel, options.beta_scale, options.state_v_first,
     )  # fmt: skip
 
 
-def _final_state(problem: launch.Problem, q: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+def _final_state(problem: Problem, q: torch.Tensor, wanted: bool) -> torch.Tensor | None:
     if not wanted:
         return None
     widths = (problem.key_width, problem.value_width)
@@ -44,10 +46,10 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: DeltaRuleOptions, tables: ChunkTables | None,
                 *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        x = launch.Operands(*tensors)
+        x = Operands(*tensors)
         problem = _problem(x.q, x.v, tables, options)
         final_state = _final_state(problem, x.q, options.output_final_state)
-        o, prepared = launch.forward(problem, tables, x, final_state, keep=True)
+        o, prepared = forward(problem, tables, x, final_state, keep=True)
         ctx.set_materialize_grads(False)
         ctx.problem, ctx.tables = problem, tables
         ctx.boundaries = None if tables is None else SavedBoundaries.of("chunk_gated_delta_rule", tables)
@@ -58,13 +60,13 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
     @first_order_only("chunk_gated_delta_rule")
     def backward(ctx: Any, do: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
-        x = launch.Operands(*saved[: len(launch.Operands._fields)])
-        prepared = launch.Prepared(*saved[len(launch.Operands._fields) :])
+        x = Operands(*saved[: len(Operands._fields)])
+        prepared = Prepared(*saved[len(Operands._fields) :])
         if ctx.boundaries is not None:
             ctx.boundaries.get()
         do = torch.zeros_like(x.v) if do is None else do.contiguous()
         dfinal = None if dfinal is None else dfinal.contiguous()
-        return (None, None, *launch.backward(ctx.problem, ctx.tables, x, prepared, do, dfinal))
+        return (None, None, *backward(ctx.problem, ctx.tables, x, prepared, do, dfinal))
 
 
 def chunk_gated_delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
@@ -75,9 +77,9 @@ def chunk_gated_delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g:
     if q.dtype == torch.float64:
         return reference.chunk_gated_delta_rule(q, k, v, g, beta, A_log, dt_bias, initial_state, tables, options)
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    operands = launch.Operands(*(None if t is None else t.contiguous() for t in tensors))
+    operands = Operands(*(None if t is None else t.contiguous() for t in tensors))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
         return _ChunkGatedDeltaRule.apply(options, tables, *operands)
     problem = _problem(q, v, tables, options)
     final_state = _final_state(problem, q, options.output_final_state)
-    return launch.forward(problem, tables, operands, final_state, keep=False)[0], final_state
+    return forward(problem, tables, operands, final_state, keep=False)[0], final_state

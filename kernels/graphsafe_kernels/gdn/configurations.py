@@ -17,7 +17,7 @@ import torch
 from graphsafe_kernels.delta.overlap_kernels import AVAILABLE
 
 if TYPE_CHECKING:
-    from graphsafe_kernels.gdn.launch import Problem
+    from graphsafe_kernels.gdn.problem import Problem
 
 __all__ = ["Configuration", "configuration", "device_capability"]
 
@@ -52,16 +52,16 @@ class Configuration:
     gradient_value_block: int
     gradient_warps: int
     gradient_stages: int
-    gradient_prefetch: bool
     finish_rows: int
     keep_states: bool
     precision: str
     half_inverse: bool
     tiles: bool
     state_tiles: bool
-    row_stores: bool  # o and dw by descriptor; with tiles alone
+    store_tiles: bool  # chains of more than two stages store by descriptor; with tiles alone
     span: int  # chunks of a segment in the forward; 0: sequences are not cut
     reverse_span: int  # the same in the backward; 0 or span
+    beside: bool  # a lone sequence's second segment is prepared beside the first one's states
     overlap: bool
     early: tuple[str, ...]  # launches whose successor's programs may come before their end
 
@@ -112,7 +112,7 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
     warps = 8 if key > 128 or (capability == 80 and key > 64) else 4
     programs = problem.sequences * problem.value_heads * -(-problem.value_width // chain_block)
     # Three stages hide the latency of a lone chain; two let two programs share a multiprocessor.
-    stages = 3 if tiles else 1 if wide else 2
+    stages = (3 if programs <= MULTIPROCESSORS else 2) if tiles else 1 if wide else 2
     span = _span(problem.chunks, programs)
     # Two segments of a lone sequence fill the multiprocessors with one chain each: the backward, with two, is not cut.
     lone = span > 0 and 4 * programs > MULTIPROCESSORS
@@ -126,7 +126,7 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         key_block=key,
         chain_block=chain_block,
         chain_warps=warps,
-        chain_stages=2 if stages == 3 and programs > MULTIPROCESSORS else stages,
+        chain_stages=stages,
         keep_stages=stages,
         reverse_block=chain_block,
         reverse_warps=8 if capability >= 100 else warps,
@@ -141,7 +141,6 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         gradient_value_block=gradient_block if rows % gradient_block == 0 else chain_block,
         gradient_warps=8 if capability >= 100 and key > 64 else 4,
         gradient_stages=gradient_stages,
-        gradient_prefetch=state_tiles,
         finish_rows=16,
         # The backward's state chain is free where it fits beside the reverse chain; where it would not, the forward
         # keeps its states: about 0.75 KiB a token and value head at K = V = 128 in bf16.
@@ -150,12 +149,13 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         half_inverse=not wide,
         tiles=tiles,
         state_tiles=state_tiles,
-        row_stores=tiles,
+        store_tiles=tiles,
         span=span,
         # A backward runs two chains a segment, so it needs twice the room.
         reverse_span=0 if lone else span,
+        beside=False,
         overlap=capability >= 90 and AVAILABLE,
-        early=(*(() if span else ("prepare",)), "chains", "gradients"),
+        early=() if span else ("prepare",),
     )
 
 

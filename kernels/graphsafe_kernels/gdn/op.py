@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from graphsafe.errors import error
-from graphsafe_kernels.backend import resolve
+from graphsafe_kernels.backend import implementation, resolve
 from graphsafe_kernels.delta_rule import (
     check_gate_parameters,
     check_layout,
@@ -25,6 +25,7 @@ from graphsafe_kernels.delta_rule import (
     refuse_graph,
     tables_for,
 )
+from graphsafe_kernels.gdn.problem import UnbuiltTables
 from graphsafe_kernels.providers.choice import selectable
 
 __all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
@@ -36,6 +37,17 @@ def _require_A_log(gate_in_kernel: bool, A_log: Any) -> None:
     if gate_in_kernel and A_log is None:
         raise error("argument", "A_log is missing; use_gate_in_kernel=True needs it",
                     remedy="Pass A_log [HV]; zeros give a unit scale.")
+
+
+def _unbuilt(q: torch.Tensor, cu_seqlens: torch.Tensor | None, chunk_size: int,
+             *given: torch.Tensor | None) -> UnbuiltTables | None:  # fmt: skip
+    """Tables that the kernels write on their way, where none are given and the kernels serve the call."""
+    if cu_seqlens is None or any(table is not None for table in given) or q.dtype == torch.float64:
+        return None
+    if implementation("chunk_gated_delta_rule", q.device) != "triton":
+        return None
+    return UnbuiltTables.of(cu_seqlens, q.shape[1], chunk_size)
+
 
 
 @selectable
@@ -113,8 +125,9 @@ def chunk_gated_delta_rule(
     )
     check_layout(q, cu_seqlens=cu_seqlens, max_num_seqs=max_num_seqs, initial_state=initial_state,
                  state_shape=(heads, key_width, width), state_v_first=state_v_first)
-    tables = tables_for(q, cu_seqlens=cu_seqlens, chunk_size=chunk_size, chunk_indices=chunk_indices,
-                        chunk_offsets=chunk_offsets)
+    tables = _unbuilt(q, cu_seqlens, chunk_size, chunk_indices, chunk_offsets) or tables_for(
+        q, cu_seqlens=cu_seqlens, chunk_size=chunk_size, chunk_indices=chunk_indices, chunk_offsets=chunk_offsets
+    )
     chunk = resolve("chunk_gated_delta_rule", q.device)
     o, final_state = chunk(q, k, v, g, beta, A_log, dt_bias, initial_state, tables, options)
     return o, final_state

@@ -31,7 +31,6 @@ import triton.language as tl
 
 from graphsafe_kernels.delta.gate_kernels import log_gate, log_gate_slope
 from graphsafe_kernels.delta.overlap_kernels import follow
-from graphsafe_kernels.delta.prefetch_kernels import prefetch_lines, prefetch_rows
 from graphsafe_kernels.delta.row_kernels import clear_rows, load_rows, locate_slot, padding_rows
 from graphsafe_kernels.gdn.prepare_kernels import VECTORS
 
@@ -76,9 +75,9 @@ def gradients_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KEY: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    WHOLE: tl.constexpr, PREFETCH: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per slot and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and
+    """One program per slot, the last first, and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and
     becomes dv; dq, dk ``[tokens, HV, K]`` are parts, or with WHOLE the gradients themselves; dg, dbeta
     ``[tokens, HV]`` for the raw inputs; gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE. States have V and
     K rounded up to whole blocks."""
@@ -88,7 +87,8 @@ def gradients_kernel(
     KEY_BLOCK: tl.constexpr = KEY if KEY < 128 else 128  # min() is no constant in Triton 3.2
     follow(OVERLAP)
     pid = tl.program_id(0)
-    slot = pid // HV
+    # The last slots first: of many sequences' chains, theirs ended last, and what they wrote is in the L2.
+    slot = tl.num_programs(0) // HV - 1 - pid // HV
     hv = pid % HV
     if PACKED:
         if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
@@ -117,12 +117,6 @@ def gradients_kernel(
         dt = load_rows(do + hv * V, row, rows, 0, V, HV * V, BT, BV)
         out = dv + hv * V + row * (HV * V) + i[:, None] * (HV * V) + j[None, :]
         tl.store(out, (dw.to(tl.float32) * b[:, None]).to(DT), mask=m[:, None] & (j < V)[None, :])
-    if PREFETCH:
-        # What the scores and the loop over K load later, in the order of use.
-        prefetch_lines(scores + at * (BT * BT), BT * BT)
-        prefetch_rows(q + hq * K, row, rows, K, H * K, BT)
-        prefetch_lines(states + at * (STATE_ROWS * KEY), STATE_ROWS * KEY)
-        prefetch_lines(dstates + at * (STATE_ROWS * KEY), STATE_ROWS * KEY)
     KK = tl.dot(kt, tl.trans(kt), input_precision=PRECISION)
     for column in tl.static_range(KEY_BLOCK, K, KEY_BLOCK):
         kn = load_rows(k + hq * K, row, rows, column, K, H * K, BT, KEY_BLOCK)
@@ -274,7 +268,7 @@ def finish_kernel(
 ):  # fmt: skip
     """Sums over value heads, l2norm's projection, and the gate parameters' sums over slots, in fixed orders.
 
-    Programs 0 .. row_programs * 2 - 1 (with PARTS): ROWS rows of dq or dk ``[tokens * H, K]`` from the parts
+    Programs 0 .. row_programs * 2 - 1 (with PARTS): ROWS rows of dq, then of dk ``[tokens * H, K]``, from the parts
     ``[tokens, HV, K]``; padding rows become zero. With GATE, one more program per value head sums its ``gate_sums``
     over the live slots, SUMS at a time from slot 0, so that padding only ever adds exact zeros behind them.
     """
@@ -299,8 +293,9 @@ def finish_kernel(
                 tl.store(ddt_bias + hv, bias.to(ddt_bias.dtype.element_ty))
             return
     if PARTS:
+        block = pid // 2  # the first rows first: their parts were written last, and are in the L2
         # two calls, since Triton-Ascend takes no pointer that is chosen at run time
-        if pid < row_programs:
-            sum_parts(pid, q, dq_parts, dq, cu_seqlens, T, N, H, HV, K, BK, ROWS, PACKED, L2NORM)
+        if pid % 2 == 0:
+            sum_parts(block, q, dq_parts, dq, cu_seqlens, T, N, H, HV, K, BK, ROWS, PACKED, L2NORM)
         else:
-            sum_parts(pid - row_programs, k, dk_parts, dk, cu_seqlens, T, N, H, HV, K, BK, ROWS, PACKED, L2NORM)
+            sum_parts(block, k, dk_parts, dk, cu_seqlens, T, N, H, HV, K, BK, ROWS, PACKED, L2NORM)

@@ -18,7 +18,6 @@ Requirements
 4. A sentinel slot reads no operand and clears its share of the padding rows of the output.
 """
 
-# ruff: noqa: SIM102  (a compile-time condition and a run-time one do not combine in a kernel)
 import triton
 import triton.language as tl
 
@@ -26,6 +25,7 @@ from graphsafe_kernels.delta.gate_kernels import LOG2E, activated_beta, log_gate
 from graphsafe_kernels.delta.inverse_kernels import correction_tile, refine_tile
 from graphsafe_kernels.delta.overlap_kernels import follow
 from graphsafe_kernels.delta.row_kernels import clear_rows, locate_slot, padding_rows
+from graphsafe_kernels.delta.table_kernels import find_slot, padding_between, write_tables
 
 LOWEST: tl.constexpr = tl.constexpr(-160.0)
 """A gate of 2^-160 is zero in fp32; bounding it there changes no product and keeps the sums G exact enough."""
@@ -53,30 +53,47 @@ def key_products(k, base, m, G, rk, K: tl.constexpr, BT: tl.constexpr, BK: tl.co
     return KK * between * rk[:, None] * rk[None, :]
 
 
-@triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
+@triton.jit(do_not_specialize=["scale", "T", "N", "NT", "first_slot"])
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, correction, scores, vectors, decay, o, q_tiles, k_tiles, cu_seqlens, chunk_indices,
-    chunk_offsets, scale, T, N, NT,
+    chunk_offsets, scale, T, N, NT, first_slot,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, INVERSE: tl.constexpr, REFINE: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, BUILD: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per slot and value head, heads fastest. q, k ``[tokens, H, K]``; g, beta ``[tokens, HV]``;
+    """One program per slot from first_slot on and value head, heads fastest. q, k ``[tokens, H, K]``; g, beta
+    ``[tokens, HV]``;
     A_log, dt_bias ``[HV]``; correction, scores ``[slots, HV, BT, BT]``; vectors ``[slots, HV, 7, BT]`` fp32;
     decay ``[slots, HV]`` fp32; o ``[tokens, HV, V]`` (padding rows are cleared). INVERSE: fp16, fp32.
-    REFINE: beta may pass 1."""
+    REFINE: beta may pass 1. BUILD: the tables are written here, the sequences a tile of so many; 0: they are there."""
     follow(OVERLAP)
     pid = tl.program_id(0)
-    slot = pid // HV
+    slot = first_slot + pid // HV
     hv = pid % HV
     if PACKED:
-        if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
-            first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
+        if BUILD > 0:
+            n, chunk, used = find_slot(slot, cu_seqlens, N, BT, BUILD)
+            if hv == 0:
+                write_tables(slot, n, chunk, cu_seqlens, chunk_indices, chunk_offsets, N, BT, BUILD)
+            unused = n >= N
+        else:
+            unused = tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0
+        if unused:
+            if BUILD > 0:
+                first, end = padding_between(slot, tl.load(cu_seqlens + N).to(tl.int32), used, T, True, BT)
+            else:
+                first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
             for column in tl.static_range(0, V, BV):
                 clear_rows(o + hv * V, first, end, HV * V, column, V, BT, BV)
             return
-    row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
+    if PACKED and BUILD > 0:
+        row = tl.load(cu_seqlens + n).to(tl.int64)
+        rows = tl.load(cu_seqlens + n + 1).to(tl.int32) - row.to(tl.int32) - chunk * BT
+        row += chunk * BT
+        rows = tl.minimum(rows, BT)
+    else:
+        row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
     hq = hv // (HV // H)
     i = tl.arange(0, BT)
     m = i < rows
@@ -172,7 +189,10 @@ def prepare_kernel(
     else:
         tl.store(correction + tile, X.to(correction.dtype.element_ty))
     if PACKED:
-        first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
+        if BUILD > 0:
+            first, end = padding_between(slot, tl.load(cu_seqlens + N).to(tl.int32), used, T, False, BT)
+        else:
+            first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
         if first < end:
             for column in tl.static_range(0, V, BV):
                 clear_rows(o + hv * V, first, end, HV * V, column, V, BT, BV)

@@ -12,14 +12,19 @@ from typing import Any
 
 import torch
 
-from graphsafe_kernels.gdn import launch
+from graphsafe_kernels.gdn import constants
+from graphsafe_kernels.gdn.chain_kernels import backward_chains_kernel, forward_chain_kernel
 from graphsafe_kernels.gdn.configurations import Configuration, choose
+from graphsafe_kernels.gdn.parallel_kernels import finish_kernel, gradients_kernel
+from graphsafe_kernels.gdn.prepare_kernels import prepare_kernel
+from graphsafe_kernels.gdn.problem import FEW_SEQUENCES, Problem, segments
+from graphsafe_kernels.gdn.segment_kernels import segment_gradients_kernel, segment_states_kernel
 from graphsafe_kernels.policy import Policy
 from graphsafe_kernels.shipped import Shipped, pointer
 
 __all__ = ["shipped"]
 
-_INTEGERS = ("T", "N", "NT", "span", "slots", "row_programs")
+_INTEGERS = ("T", "N", "NT", "span", "first_slot", "slots", "row_programs")
 _SCALARS = {"scale": "fp32", **dict.fromkeys(_INTEGERS, "i32")}
 _TABLES = {"cu_seqlens": "*i32", "chunk_indices": "*i32", "chunk_offsets": "*i32"}
 
@@ -39,12 +44,12 @@ def shipped(policy: Policy) -> Iterator[Shipped]:
     ):
         if capability != 90 and (width == 64 or (capability >= 100 and chunk_size < 64)):
             continue
-        problem = launch.Problem(1, 8192, 16, 32, width, width, sequences, chunk_size, width**-0.5, qk_l2norm=True,
+        problem = Problem(1, 8192, 16, 32, width, width, sequences, chunk_size, width**-0.5, qk_l2norm=True,
                                  gate_in_kernel=full, beta_scale=2.0 if full else None, state_v_first=full)  # fmt: skip
         yield from _kernels(problem, choose(problem, capability, dtype), dtype, full, capability)
 
 
-def _kernels(p: launch.Problem, c: Configuration, dtype: torch.dtype, full: bool, capability: int) -> Iterator[Shipped]:
+def _kernels(p: Problem, c: Configuration, dtype: torch.dtype, full: bool, capability: int) -> Iterator[Shipped]:
     t, gate, state = pointer(dtype), "*fp32" if full else None, "*fp32" if full else None
     bt = p.chunk_size
     name = f"{str(dtype).removeprefix('torch.')} {p.key_width} chunk {bt} N {p.sequences}"
@@ -63,7 +68,7 @@ def _kernels(p: launch.Problem, c: Configuration, dtype: torch.dtype, full: bool
 
     def cut(span: int) -> dict[str, str | None]:
         """What a kernel over segments takes besides."""
-        several = launch.segments(p, span) > 2
+        several = segments(p, span) > 2
         return {"ends": "*fp32", "dends": "*fp32", "transitions": "*fp32" if several else None,
                 "transitions_tiles": tile(c.key_block, c.key_block, c.tiles and several, "fp32")} if span else {}
 
@@ -71,37 +76,42 @@ def _kernels(p: launch.Problem, c: Configuration, dtype: torch.dtype, full: bool
         "q_tiles": tile(bt, c.key_block), "k_tiles": tile(bt, c.key_block), "v_tiles": tile(bt, c.chain_block),
         "do_tiles": tile(bt, c.chain_block), "correction_tiles": tile(bt, bt), "scores_tiles": tile(bt, bt),
     }  # fmt: skip
-    state_tile = tile(c.chain_block, c.key_block)
-    kept_tiles = {"states_tiles": state_tile, "dstates_tiles": state_tile, "residuals_tiles": tile(c.chain_block, bt)}
-    row_tiles = dict.fromkeys(("o_tiles", "dw_tiles"), tile(bt, c.chain_block, c.row_stores))
+    written_tiles = {
+        **dict.fromkeys(("states_tiles", "dstates_tiles"), tile(c.chain_block, c.key_block, c.store_tiles)),
+        **dict.fromkeys(("o_tiles", "dw_tiles"), tile(bt, c.chain_block, c.store_tiles)),
+        "residuals_tiles": tile(c.chain_block, bt, c.store_tiles),
+    }
     block = tile(c.gradient_value_block, c.gradient_key_block, c.state_tiles)
 
     def entry(kernel: Any, types: dict[str, Any], constants: dict[str, Any], warps: int, stages: int) -> Shipped:
         here = {parameter: types.get(parameter) for parameter in kernel.arg_names if parameter not in constants}
         return Shipped(kernel, name, here, constants, warps, stages)
 
-    constants = launch.prepare_constants(p, c, True, full)
     types = {**common, **dict.fromkeys(("q_tiles", "k_tiles"), tile(bt, c.prepare_block))}
-    yield entry(launch.prepare_kernel, types, constants, c.prepare_warps, 1)
+    for build in (0, 1 if p.sequences == 1 else FEW_SEQUENCES):
+        yield entry(prepare_kernel, types, constants.prepare(p, c, True, full, build), c.prepare_warps, 1)
     if c.span:
-        constants = launch.segment_states_constants(p, c, True, full)
+        fixed = constants.segment_states(p, c, True, full)
         types = {**common, **token_tiles, **cut(c.span)}
-        yield entry(launch.segment_states_kernel, types, constants, c.chain_warps, constants["STAGES"])
+        yield entry(segment_states_kernel, types, fixed, c.chain_warps, fixed["STAGES"])
     if c.reverse_span:
-        constants = launch.segment_gradients_constants(p, c, True, full)
+        fixed = constants.segment_gradients(p, c, True, full)
         types = {**common, **token_tiles, **cut(c.reverse_span)}
-        yield entry(launch.segment_gradients_kernel, types, constants, c.reverse_warps, c.reverse_stages)
+        yield entry(segment_gradients_kernel, types, fixed, c.reverse_warps, c.reverse_stages)
     for save in (False, True):
-        constants = launch.chain_constants(p, c, True, full, full, save)
-        rows = row_tiles if constants["STAGES"] > 2 else {}
-        types = {**common, **token_tiles, **rows, **(kept | kept_tiles if save else {}), **cut(c.span)}
-        yield entry(launch.forward_chain_kernel, types, constants, c.chain_warps, constants["STAGES"])
+        fixed = constants.chain(p, c, True, full, full, save)
+        written = written_tiles if fixed["STAGES"] > 2 else {}
+        if not save:
+            written = {name: kind for name, kind in written.items() if name == "o_tiles"}
+        types = {**common, **token_tiles, **(kept if save else {}), **written, **cut(c.span)}
+        yield entry(forward_chain_kernel, types, fixed, c.chain_warps, fixed["STAGES"])
     for recompute in (False, True):
-        constants = launch.reverse_constants(p, c, True, full, full, recompute)
-        types = {**common, **kept, **token_tiles, **row_tiles, **kept_tiles, **cut(c.reverse_span)}
-        yield entry(launch.backward_chains_kernel, types, constants, c.reverse_warps, c.reverse_stages)
+        fixed = constants.reverse(p, c, True, full, full, recompute)
+        written = written_tiles if c.reverse_stages > 2 else {}
+        types = {**common, **kept, **token_tiles, **written, **cut(c.reverse_span)}
+        yield entry(backward_chains_kernel, types, fixed, c.reverse_warps, c.reverse_stages)
     if capability != 80 and not (bt == 32 and capability == 90):
-        constants = launch.gradients_constants(p, c, True, full)
+        fixed = constants.gradients(p, c, True, full)
         types = {**common, **kept, "states_tiles": block, "dstates_tiles": block}
-        yield entry(launch.gradients_kernel, types, constants, c.gradient_warps, c.gradient_stages)
-    yield entry(launch.finish_kernel, common, launch.finish_constants(p, c, True, full), 4, 1)
+        yield entry(gradients_kernel, types, fixed, c.gradient_warps, c.gradient_stages)
+    yield entry(finish_kernel, common, constants.finish(p, c, True, full), 4, 1)

@@ -18,6 +18,37 @@ import triton.language as tl
 from graphsafe_kernels.delta.row_kernels import load_rows
 from graphsafe_kernels.gdn.prepare_kernels import VECTORS
 
+PART: tl.constexpr = tl.constexpr(4096)
+"""Bytes of a tile that pass through shared memory at a time."""
+
+
+@triton.jit
+def halves(X, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of a tile."""
+    return tl.split(tl.permute(tl.reshape(X, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def store_tile(pointer, X, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, BYTES: tl.constexpr):
+    """Store X ``[ROWS, COLUMNS]`` with rows STRIDE apart, in parts of at most so many bytes of 2-byte numbers (0: as a
+    whole): the shared memory they pass through leaves room for a second program."""
+    if BYTES > 0 and ROWS * COLUMNS * 2 > BYTES:
+        left, right = halves(X, ROWS, COLUMNS)
+        store_tile(pointer, left, ROWS, COLUMNS // 2, STRIDE, BYTES)
+        store_tile(pointer + COLUMNS // 2, right, ROWS, COLUMNS // 2, STRIDE, BYTES)
+    else:
+        tl.store(pointer + tl.arange(0, ROWS)[:, None] * STRIDE + tl.arange(0, COLUMNS)[None, :], X)
+
+
+@triton.jit
+def store_state_of_chunk(states, tiles, X, at, i_v, ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+                         TILES: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    """Store a block of V of a state in slot layout, ``[slots * HV, ROWS, BK]``."""
+    if TILES and tiles is not None:
+        tiles.store([at.to(tl.int32) * ROWS + i_v * BV, 0], X)
+    else:
+        store_tile(states + at * (ROWS * BK) + i_v * (BV * BK), X, BV, BK, BK, PART if WHOLE else 0)
+
 
 @triton.jit
 def forward_step(
@@ -58,18 +89,17 @@ def forward_step(
     # Vectors are loaded where they are used: each takes 16 registers for as long as it lives.
     vec = vectors + at * (VECTORS * BT) + i
     Sb = S.to(DT)
-    if SAVE:
-        if TILES:
-            states_tiles.store([(slot * HV + hv) * ROWS + i_v * BV, 0], Sb)
-        else:
-            ik = tl.arange(0, BK)
-            tl.store(states + at * (ROWS * BK) + iv[:, None] * BK + ik[None, :], Sb)
+    if SAVE and not WHOLE:
+        store_state_of_chunk(states, states_tiles, Sb, at, i_v, ROWS, BV, BK, TILES, WHOLE)
     vT = tl.trans(vt).to(tl.float32)
     if not OUTPUT and not SAVE:
         vT = tl.where(valued, vT, 0.0)
     x = vT - tl.dot(Sb, tl.trans(kt), input_precision=PRECISION) * tl.load(vec)[None, :]
     b = tl.load(vec + BT)[None, :]
     e = tl.dot((x * b).to(DT), tl.trans(nt), x, input_precision=PRECISION)
+    if SAVE and WHOLE:
+        # Here, when the copies of vectors that the last chunk began have landed: a store's fence waits for them.
+        store_state_of_chunk(states, states_tiles, Sb, at, i_v, ROWS, BV, BK, TILES, WHOLE)
     w = e * b
     if OUTPUT:
         c = tl.load(vec + 2 * BT)[None, :]
@@ -81,10 +111,14 @@ def forward_step(
             mask = (i < left)[:, None] & (iv < V)[None, :]
             tl.store(o + hv * V + row * (HV * V) + i[:, None] * (HV * V) + iv[None, :], tl.trans(y).to(DT), mask=mask)
     if SAVE:
-        if TILES:
+        if TILES and residuals_tiles is not None:
             residuals_tiles.store([(slot * HV + hv) * V + i_v * BV, 0], e.to(DT))
         else:
-            tl.store(residuals + at * (BT * V) + iv[:, None] * BT + i[None, :], e.to(DT), mask=(iv < V)[:, None])
+            # a whole chunk's tiles are whole in V too
+            if WHOLE:
+                store_tile(residuals + at * (BT * V) + i_v * (BV * BT), e.to(DT), BV, BT, BT, PART)
+            else:
+                tl.store(residuals + at * (BT * V) + iv[:, None] * BT + i[None, :], e.to(DT), mask=(iv < V)[:, None])
     d = tl.load(vec + 3 * BT)[None, :]
     return tl.dot((w * d).to(DT), kt, S * tl.load(decay + at), input_precision=PRECISION)
 
@@ -120,17 +154,16 @@ def reverse_step(
         qt = load_rows(q + hq * K, row, left, 0, K, H * K, BT, BK)
     vec = vectors + at * (VECTORS * BT) + i
     Db = D.to(DT)
-    if SAVE:
-        if TILES:
-            dstates_tiles.store([(slot * HV + hv) * ROWS + i_v * BV, 0], Db)
-        else:
-            ik = tl.arange(0, BK)
-            tl.store(dstates + at * (ROWS * BK) + iv[:, None] * BK + ik[None, :], Db)
+    if SAVE and not WHOLE:
+        store_state_of_chunk(dstates, dstates_tiles, Db, at, i_v, ROWS, BV, BK, TILES, WHOLE)
     dT = tl.trans(dt)
     y = tl.dot(Db, tl.trans(kt), input_precision=PRECISION) * tl.load(vec + 3 * BT)[None, :]
     y = tl.dot(dT, pt, y, input_precision=PRECISION)
     b = tl.load(vec + BT)[None, :]
     y = tl.dot((y * b).to(DT), nt, y, input_precision=PRECISION)
+    if SAVE and WHOLE:
+        # Here, when the copies of vectors that the last chunk began have landed: a store's fence waits for them.
+        store_state_of_chunk(dstates, dstates_tiles, Db, at, i_v, ROWS, BV, BK, TILES, WHOLE)
     # b again rather than kept, and dw stored between the products: what lives at once just fits the registers.
     a = tl.load(vec)[None, :]
     b = tl.load(vec + BT)[None, :]
