@@ -313,10 +313,14 @@ def test_no_tokens(device):
         assert (got["ddt_bias"] == 0).all()
 
 
-def test_launches(device, launches):
-    """Two launches forward and five backward, tables apart; four where the intermediates are kept."""
+def test_launches(device, launches, configured):
+    """Two launches forward and five backward, tables apart; four where the tiles or all intermediates are kept."""
     b = batch(device, [40, 3], gate=True)
     count = lambda: [n for n in launches if n != "chunk_tables_kernel"]  # noqa: E731
+    run(b, **SOFTPLUS)
+    assert len(count()) == 2 + 4, launches
+    configured(keep_tiles=False)
+    launches.clear()
     run(b, **SOFTPLUS)
     assert len(count()) == 2 + 5, launches
     launches.clear()

@@ -50,6 +50,8 @@ from graphsafe_kernels.kda.decay_kernels import (
     in_tiles,
     level_factors,
     level_pairs,
+    load_tile_decays,
+    narrow,
     own_factors,
     spread,
     stacked,
@@ -257,7 +259,8 @@ def gradients_in_tiles(
     scale_sums, bias_sums, cu_seqlens, chunk_indices, chunk_offsets, bound, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    SAFE: tl.constexpr, PAIRS: tl.constexpr, STACKED: tl.constexpr, PRECISION: tl.constexpr,
+    SAFE: tl.constexpr, PAIRS: tl.constexpr, STACKED: tl.constexpr, PACK: tl.constexpr,
+    JOINED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One live slot and value head, pairs met by tiles of 16 tokens (``decay_kernels``)."""
     row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
@@ -292,6 +295,9 @@ def gradients_in_tiles(
     g_next = load_rows(g + hv * K, row, rows, 0, K, HV * K, BT, BK)
     bias_next = load_bias(dt_bias, hv, 0, K, BK, BIAS)
     for column in tl.range(0, K, BK, disable_licm=True):
+        if EARLY:
+            # Everything from memory first, so that it is waited for together.
+            d0, d1, d2, d3 = load_tile_decays(tdp, column, KD, BT, BK)
         c = column + tl.arange(0, BK)
         inside = m[:, None] & (c < K)[None, :]
         place = products + at * (3 * BT * K) + ii * K + c[None, :]
@@ -315,10 +321,12 @@ def gradients_in_tiles(
             e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 2)
             e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 3)
         fj = own_factors(y, BT, BK, SAFE)
-        k0, k1, k2, k3, end, before = tile_factors(kh, fj, tile, tdp, column, PAIRS, KD, BT, BK, SAFE)
+        if not EARLY:
+            d0, d1, d2, d3 = load_tile_decays(tdp, column, KD, BT, BK)
+        k0, k1, k2, k3, end, before = tile_factors(kh, fj, tile, d0, d1, d2, d3, PAIRS, BT, BK, SAFE, PACK)
         kr = beside(k0, k1, k2, k3, BT, BK)
-        ka = (kh * a).to(PAIRS)
-        qa = (qh * a).to(PAIRS)
+        ka = narrow(kh * a, PAIRS, PACK)
+        qa = narrow(qh * a, PAIRS, PACK)
         grown = a * before
         # q's side first, down to its gradient: what it holds is free again for k's.
         if STACKED:
@@ -356,11 +364,20 @@ def gradients_in_tiles(
         else:
             ac = tl.dot(tl.trans(Z), spread(qa, tile, BT, BK), input_precision=PRECISION)
             ac = tl.dot(tl.trans(Y), spread(ka, tile, BT, BK), ac, input_precision=PRECISION)
-        c0, c1, c2, c3 = apart(ac, BT, BK)
         # Here and not above, so that the compiler lets the products follow the layout of what is loaded.
-        ahead -= k0.to(tl.float32) * c0 + k1.to(tl.float32) * c1
-        if BT == 4 * TILE:
-            ahead -= k2.to(tl.float32) * c2 + k3.to(tl.float32) * c3
+        if JOINED and BT == 4 * TILE:
+            # One exchange for all four.
+            c4 = tl.permute(tl.reshape(ac, [BT, BT // TILE, BK]), [0, 2, 1])
+            k4 = tl.reshape(tl.join(tl.join(k0, k2), tl.join(k1, k3)), [BT, BK, 4]).to(tl.float32)
+            ahead -= tl.sum(k4 * c4, 2)
+            even, odd = tl.split(tl.reshape(c4, [BT, BK, 2, 2]))
+            c0, c2 = tl.split(even)
+            c1, c3 = tl.split(odd)
+        else:
+            c0, c1, c2, c3 = apart(ac, BT, BK)
+            ahead -= k0.to(tl.float32) * c0 + k1.to(tl.float32) * c1
+            if BT == 4 * TILE:
+                ahead -= k2.to(tl.float32) * c2 + k3.to(tl.float32) * c3
         dkh += factored(c0, c1, c2, c3, fj, tile, tdp, column, KD, BT, BK, SAFE)
         if L2NORM:
             rows_k += tl.sum(kh * dkh, 1)
@@ -400,7 +417,8 @@ def gradients_kernel(
     bias_sums, row_sums, cu_seqlens, chunk_indices, chunk_offsets, tasks, bound, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    SAFE: tl.constexpr, PAIRS: tl.constexpr, STACKED: tl.constexpr, PRECISION: tl.constexpr, LEVELS: tl.constexpr,
+    SAFE: tl.constexpr, PAIRS: tl.constexpr, STACKED: tl.constexpr, PACK: tl.constexpr, JOINED: tl.constexpr,
+    EARLY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk ``[tokens, HV, K]`` (parts unless WHOLE) and dg ``[tokens, HV, K]`` of the raw inputs, from the results of
     ``products_kernel``; scale_sums ``[slots, HV]`` and bias_sums ``[slots, HV, K]`` fp32, the gate parameters' parts.
@@ -442,7 +460,7 @@ def gradients_kernel(
         gradients_in_tiles(
             slot, hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg,
             scale_sums, bias_sums, cu_seqlens, chunk_indices, chunk_offsets, bound, T, N, NT, H, HV, K, BT, BK, PACKED,
-            WHOLE, L2NORM, GATE, SCALED, BIAS, SAFE, PAIRS, STACKED, PRECISION,
+            WHOLE, L2NORM, GATE, SCALED, BIAS, SAFE, PAIRS, STACKED, PACK, JOINED, EARLY, PRECISION,
         )  # fmt: skip
 
 

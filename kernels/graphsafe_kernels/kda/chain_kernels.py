@@ -62,7 +62,19 @@ def store_block(pointer, tiles, x, at, i_v, ROWS: tl.constexpr, WIDTH: tl.conste
                 BW: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """Write the tile [BR, BW], block ``i_v`` of rows of slot and head ``at``, of a tensor [slots, HV, ROWS, WIDTH]."""
     if TILES:
-        tiles.store([(at * ROWS).to(tl.int32) + i_v * BR, 0], x)
+        row = (at * ROWS).to(tl.int32) + i_v * BR
+        if BW == 128:
+            # In quarters, which pass through the same shared memory one after the other.
+            x = tl.permute(tl.reshape(x, [BR, 4, BW // 4]), [0, 2, 1])
+            even, odd = tl.split(tl.reshape(x, [BR, BW // 4, 2, 2]))
+            x0, x2 = tl.split(even)
+            x1, x3 = tl.split(odd)
+            tiles.store([row, 0], x0)
+            tiles.store([row, BW // 4], x1)
+            tiles.store([row, BW // 2], x2)
+            tiles.store([row, BW // 4 * 3], x3)
+        else:
+            tiles.store([row, 0], x)
     else:
         r = i_v * BR + tl.arange(0, BR)
         c = tl.arange(0, BW)

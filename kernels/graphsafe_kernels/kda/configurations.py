@@ -20,6 +20,9 @@ MULTIPROCESSORS = 132
 SHORTEST_SEGMENT = 8
 """Chunks that a segment has at least: shorter ones cost more products between segments than they save."""
 
+KEPT_BYTES = 2**26
+"""What the gated tiles of a call may take at most to be kept for its backward rather than made again."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -82,11 +85,16 @@ class Configuration:
     gradient_warps: int
     clear_block: int
     finish_rows: int
+    tile_block: int
+    tile_warps: int
     prepare_registers: int | None
     tile_registers: int | None
     product_registers: int | None
     gradient_registers: int | None
     stacked: bool
+    pack: bool
+    joined: bool
+    early: bool
     keep_tiles: bool
     keep_states: bool
     precision: str
@@ -143,13 +151,16 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
     product_block = min(key, 64 if tiles else 32)
     if kind == "sm_90" and not wide and product_block == 32:
         product_block = 16  # Triton 3.6 reads past a warpgroup's right operand that is 32 wide and came by registers
+    span = 0 if cores else _span(problem.chunks, programs * -(-problem.value_width // chain_block))
+    rows = problem.rows + problem.sequences * problem.chunk_size
+    tile_bytes = 3 * rows * problem.value_heads * problem.key_width * dtype.itemsize
     return Configuration(
         key_block=key,
         chain_block=chain_block,
         chain_warps=4 if kind == "sm_90" and tiles and not many else 8,  # elsewhere four run out of registers
         chain_stages=stages,
         save_stages=min(stages, 2),  # three would need more shared memory than there is
-        reverse_stages=min(stages, 2),
+        reverse_stages=stages if kind == "sm_90" else min(stages, 2),
         column_block=32 if cores else 16,
         prepare_warps=4,
         product_block=product_block,
@@ -157,19 +168,24 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         gradient_warps=4 if kind == "sm_90" else 8,  # elsewhere four run out of registers
         clear_block=min(value, 128),
         finish_rows=16,
+        tile_block=32 if cores else 16,
+        tile_warps=4,
         prepare_registers=None,
         tile_registers=None,
         product_registers=None,
         gradient_registers=None,
         stacked=False,
-        keep_tiles=False,
+        pack=kind.startswith("sm_"),
+        joined=True,
+        early=problem.safe_gate and not wide,
+        keep_tiles=tile_bytes <= KEPT_BYTES,
         keep_states=False,
         precision="tf32x3" if kind.startswith("sm_") else "ieee",
         half_inverse=not wide and not cores and problem.qk_l2norm,
         tiles=tiles,
         safe=problem.safe_gate and not wide,
         pairs=pairs,
-        span=0 if cores else _span(problem.chunks, programs * -(-problem.value_width // chain_block)),
+        span=span,
         levels=cores > 0,
         cores=cores,
     )

@@ -98,8 +98,9 @@ def store_chunk_decay(tile_decays, decay, K: tl.constexpr, KD: tl.constexpr, BT:
 def tile_decay(tile_decays, index, column, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
     """The decay of a tile of a chunk for every token, ``[BT, BK]``, from ``tile_decays``."""
     # A pointer a row, all the same, so that a thread loads its channels together.
-    at = tile_decays + index * K + column + tl.zeros([BT, 1], tl.int32) + tl.arange(0, BK // 2)[None, :]
-    return tl.reshape(tl.join(tl.load(at), tl.load(at + BK // 2)), [BT, BK])
+    c = tl.arange(0, BK // 2)
+    at = tile_decays + index * K + column + tl.zeros([BT, 1], tl.int32) + (c // 8 * 16 + c % 8)[None, :]
+    return tl.reshape(tl.join(tl.load(at), tl.load(at + 8)), [BT, BK])
 
 
 @triton.jit
@@ -111,6 +112,17 @@ def next_factors(f, fj, tile, index, step, SAFE: tl.constexpr):
     else:
         f = tl.where(tile == index, fj, f)
     return f
+
+
+@triton.jit
+def narrow(x, DT: tl.constexpr, PACK: tl.constexpr):
+    """x of type DT. PACK: bf16 two elements at a time, which the compiler does not do where it uses them apart."""
+    if PACK and tl.bfloat16 == DT:
+        x = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True,
+                                      pack=2)  # fmt: skip
+    else:
+        x = x.to(DT)
+    return x
 
 
 @triton.jit
@@ -126,32 +138,28 @@ def own_factors(y, BT: tl.constexpr, BK: tl.constexpr, SAFE: tl.constexpr):
 
 
 @triton.jit
-def tile_factors(k, fj, tile, tile_decays, column, DT: tl.constexpr, KD: tl.constexpr, BT: tl.constexpr,
-                 BK: tl.constexpr, SAFE: tl.constexpr):  # fmt: skip
+def tile_factors(k, fj, tile, d0, d1, d2, d3, DT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                 SAFE: tl.constexpr, PACK: tl.constexpr):  # fmt: skip
     """(k r of type DT for each of four tiles, of two the second thrice; r to the chunk's end, the decay from the start
-    of the chunk to each token's tile), from k ``[BT, BK]`` and the tokens' own factors fj."""
+    of the chunk to each token's tile), from k ``[BT, BK]``, the tokens' own factors fj and the tiles' decays."""
     if SAFE:
         f = tl.where(tile == 0, fj, 0.0)
     else:
         f = tl.zeros([BT, BK], tl.float32)
-    k0 = (k * f).to(DT)
-    d = tile_decay(tile_decays, 0, column, KD, BT, BK)
-    before = tl.where(tile > 0, d, 1.0)
-    f = next_factors(f, fj, tile, 0, d, SAFE)
-    k1 = (k * f).to(DT)
+    k0 = narrow(k * f, DT, PACK)
+    before = tl.where(tile > 0, d0, 1.0)
+    f = next_factors(f, fj, tile, 0, d0, SAFE)
+    k1 = narrow(k * f, DT, PACK)
     k2 = k1
     k3 = k1
-    d = tile_decay(tile_decays, 1, column, KD, BT, BK)
-    f = next_factors(f, fj, tile, 1, d, SAFE)
+    f = next_factors(f, fj, tile, 1, d1, SAFE)
     if BT == 4 * TILE:
-        before *= tl.where(tile > 1, d, 1.0)
-        k2 = (k * f).to(DT)
-        d = tile_decay(tile_decays, 2, column, KD, BT, BK)
-        before *= tl.where(tile > 2, d, 1.0)
-        f = next_factors(f, fj, tile, 2, d, SAFE)
-        k3 = (k * f).to(DT)
-        d = tile_decay(tile_decays, 3, column, KD, BT, BK)
-        f = next_factors(f, fj, tile, 3, d, SAFE)
+        before *= tl.where(tile > 1, d1, 1.0)
+        k2 = narrow(k * f, DT, PACK)
+        before *= tl.where(tile > 2, d2, 1.0)
+        f = next_factors(f, fj, tile, 2, d2, SAFE)
+        k3 = narrow(k * f, DT, PACK)
+        f = next_factors(f, fj, tile, 3, d3, SAFE)
     return k0, k1, k2, k3, f, before
 
 
@@ -172,6 +180,19 @@ def factored(c0, c1, c2, c3, fj, tile, tile_decays, column, KD: tl.constexpr, BT
     else:
         x = tl.where(tile < BT // TILE - 1, x, 0.0)
     return x * fj
+
+
+@triton.jit
+def load_tile_decays(tile_decays, column, KD: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
+    """The decays of the chunk's tiles for every token, four ``[BT, BK]``; of two tiles the second thrice."""
+    d0 = tile_decay(tile_decays, 0, column, KD, BT, BK)
+    d1 = tile_decay(tile_decays, 1, column, KD, BT, BK)
+    d2 = d1
+    d3 = d1
+    if BT == 4 * TILE:
+        d2 = tile_decay(tile_decays, 2, column, KD, BT, BK)
+        d3 = tile_decay(tile_decays, 3, column, KD, BT, BK)
+    return d0, d1, d2, d3
 
 
 @triton.jit

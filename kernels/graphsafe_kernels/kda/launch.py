@@ -142,7 +142,7 @@ def _prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, sta
     slots, bt, hv, width = _slots(problem, tables), problem.chunk_size, problem.value_heads, problem.key_width
     kg, qg, kd = (x.q.new_empty((slots, hv, bt, width)) for _ in range(3))
     if kept is None:
-        whole = 0 if c.levels else triton.cdiv(width, c.column_block) * c.column_block
+        whole = 0 if c.levels else triton.cdiv(width, TILE.value) * TILE.value
         fp32 = ((slots, hv, VECTORS.value, bt), (slots, hv, bt // TILE.value, whole), (slots, hv, width))
         kept = Kept(x.q.new_empty((slots, hv, bt, bt)), x.q.new_empty((slots, hv, bt, bt)),
                     *(x.q.new_empty(shape, dtype=torch.float32) for shape in fp32), *(None,) * 7)  # fmt: skip
@@ -150,16 +150,18 @@ def _prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, sta
     else:
         scores = False
     constants = {
-        **_sizes(problem, tables), "H": problem.heads, "V": problem.value_width, "BK": c.column_block,
-        "BV": c.clear_block, **_gate(problem, x, c), **_beta(problem), "SCORES": scores,
-        "INTERMEDIATES": intermediates is not None, "INVERSE": tl.float16 if c.half_inverse else tl.float32,
+        **_sizes(problem, tables), "H": problem.heads, "V": problem.value_width,
+        "BK": c.column_block if scores else c.tile_block, "BV": c.clear_block, **_gate(problem, x, c),
+        **_beta(problem), "SCORES": scores, "INTERMEDIATES": intermediates is not None,
+        "INVERSE": tl.float16 if c.half_inverse else tl.float32,
         "REFINE": c.half_inverse and problem.beta_scale != 1.0, "LEVELS": c.levels,
     }  # fmt: skip
     start(
         prepare_kernel, c.programs(slots * hv),
         (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, kg, qg, kd, *kept[:5], o, intermediates, *_index(tables),
          slots * hv if c.levels else None, problem.scale, problem.lower_bound, *_layout(problem)),
-        constants, warps=c.prepare_warps, registers=c.prepare_registers if scores else c.tile_registers,
+        constants, warps=c.prepare_warps if scores else c.tile_warps,
+        registers=c.prepare_registers if scores else c.tile_registers,
     )  # fmt: skip
     return kept._replace(kg=kg, qg=qg, kd=kd)
 
@@ -180,7 +182,7 @@ def _chain_tiles(problem: Problem, c: Configuration, use: bool, kept: Kept, valu
     keys = [_tile(t, kw, (bt, c.key_block)) for t in (kept.kg, kept.qg, kept.kd)]
     rows = [_tile(t, problem.value_heads * problem.value_width, (bt, c.chain_block)) for t in values]
     squares = [_tile(t, bt, (bt, bt)) for t in (kept.correction, kept.scores)]
-    states = [_tile(t, kw, (c.chain_block, c.key_block)) for t in (kept.states, *dstates)]
+    states = [_tile(t, kw, (c.chain_block, 32 if c.key_block == 128 else c.key_block)) for t in (kept.states, *dstates)]
     return [*keys, *rows, *squares, states[0], _tile(kept.residuals, bt, (c.chain_block, bt)), *states[1:]]
 
 
@@ -209,8 +211,8 @@ def _segment_states(problem: Problem, tables: ChunkTables | None, c: Configurati
          v, correction, *_index(tables)[::2], *_layout(problem), c.span),
         {**_sizes(problem, tables), "V": vw, "BK": c.key_block, "BV": c.chain_block,
          "INITIAL": x.initial_state is not None, "V_FIRST": problem.state_v_first, "TILES": use,
-         "STAGES": c.save_stages, "SEGMENTS": segments, "PRECISION": c.precision},
-        warps=c.chain_warps, stages=c.save_stages,
+         "STAGES": c.chain_stages, "SEGMENTS": segments, "PRECISION": c.precision},
+        warps=c.chain_warps, stages=c.chain_stages,
     )  # fmt: skip
     return kept._replace(ends=ends, transitions=transitions)
 
@@ -341,7 +343,7 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
          *parts, dg, scale_sums, bias_sums, row_sums, *index, slots * hv * blocks if c.levels else None,
          problem.lower_bound, *layout),
         {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, "STACKED": c.stacked,
-         "LEVELS": c.levels, **_gate(problem, x, c)},
+         "PACK": c.pack, "JOINED": c.joined, "EARLY": c.early, "LEVELS": c.levels, **_gate(problem, x, c)},
         warps=c.gradient_warps, registers=c.gradient_registers,
     )  # fmt: skip
     if row_sums is not None and (problem.qk_l2norm or dA_log is not None):

@@ -30,6 +30,7 @@ from graphsafe_kernels.kda.decay_kernels import (
     in_tiles,
     level_factors,
     level_pairs,
+    load_tile_decays,
     own_factors,
     spread,
     store_chunk_decay,
@@ -174,7 +175,7 @@ def prepare_in_tiles(
         kk = tl.zeros([BT], tl.float32)
         qq = tl.zeros([BT], tl.float32)
     tile = ii // TILE
-    KD: tl.constexpr = (K + BK - 1) // BK * BK
+    KD: tl.constexpr = (K + 15) // 16 * 16
     td = tile_decays + at * (BT // TILE * KD)
     # A turn sums the next column block's gates and writes its tiles' decays, so that nobody waits for them.
     x = load_gates(g, dt_bias, row, rows, hv, 0, factor, bound, HV, K, BT, BK, GATE, BIAS)
@@ -206,7 +207,8 @@ def prepare_in_tiles(
             qq += tl.sum(qt * qt, 1)
         a = tl.exp2(y)
         fj = own_factors(y, BT, BK, SAFE)
-        k0, k1, k2, k3, end, before = tile_factors(kt, fj, tile, td, column, PAIRS, KD, BT, BK, SAFE)
+        d0, d1, d2, d3 = load_tile_decays(td, column, KD, BT, BK)
+        k0, k1, k2, k3, end, before = tile_factors(kt, fj, tile, d0, d1, d2, d3, PAIRS, BT, BK, SAFE, False)
         ka = kt * a
         qa = qt * a
         place = at * (BT * K) + i[:, None] * K + c[None, :]
