@@ -275,14 +275,17 @@ def parts(case: Case) -> dict[str, Callable[[], Any]]:
     return steps
 
 
-def first_calls(peers: dict[str, Callable[..., Any]], shapes: list[str]) -> None:
+def first_calls(peers: dict[str, Callable[..., Any]], shapes: list[str], note: Callable[..., None]) -> None:
     """Call each peer at the longest shape of each number of heads: what it chooses by timing, it chooses there."""
     longest = {SHAPES[s][2:]: s for s in sorted(shapes, key=lambda s: SHAPES[s][0])}
     for shape in longest.values():
         case = shaped(shape)
-        for op in peers.values():
+        for name, op in peers.items():
+            began = time.time()
             for call in calls(case, op).values():
                 call()
+            torch.cuda.synchronize()
+            note(first_calls=name, shape=shape, seconds=round(time.time() - began, 1))
 
 
 def compile_peer(name: str, shape: str, rank: int, of: int) -> str:
@@ -358,7 +361,7 @@ def main() -> None:
             note(warm=problem)
     peers = {name: gated_delta_rule(name) for name in a.peer}
     if peers:
-        first_calls(peers, a.only)
+        first_calls(peers, a.only, note)
     arms = {"graphsafe": chunk_gated_delta_rule, **peers}
     if a.check:
         for label in a.cases:
