@@ -199,17 +199,27 @@ def exact(case: Case) -> list[Any]:
         return case.call(chunk_gated_delta_rule, grad=True, dtype=torch.float64)
 
 
-def compared(case: Case, arms: dict[str, Callable[..., Any]], note: Callable[..., None], **what: str) -> None:
-    """Note every arm's errors against fp64, and where this project's are above a peer's."""
+def compared(
+    case: Case, arms: dict[str, Callable[..., Any]], note: Callable[..., None], **what: str
+) -> dict[str, Callable[..., Any]]:
+    """Note every arm's errors against fp64, and where this project's are above a peer's; the arms that could run."""
     ref = exact(case)
     found = {}
     for name, op in arms.items():
-        found[name] = relative(case.call(op, grad=True), ref)
+        try:
+            found[name] = relative(case.call(op, grad=True), ref)
+        except Exception as e:  # a peer that cannot run a shape is a figure too
+            note(**what, arm=name, failed=repr(e)[:300])
+            if name == "graphsafe":
+                raise
+            continue
         note(**what, arm=name, errors=told(found[name]))
+    able = {name: arms[name] for name in found}
     own = found.pop("graphsafe")
     for name, theirs in found.items():
         above = {n: own[n] / theirs[n] for n in NAMES if not own[n] <= theirs[n]}
         note(**what, against=name, worse=" ".join(f"{n} x{r:.2f}" for n, r in above.items()) or "nothing")
+    return able
 
 
 def replay_times(step: Callable[[], Any], samples: int) -> tuple[float, float]:
@@ -282,10 +292,14 @@ def first_calls(peers: dict[str, Callable[..., Any]], shapes: list[str], note: C
         case = shaped(shape)
         for name, op in peers.items():
             began = time.time()
-            for call in calls(case, op).values():
-                call()
-            torch.cuda.synchronize()
-            note(first_calls=name, shape=shape, seconds=round(time.time() - began, 1))
+            try:
+                for call in calls(case, op).values():
+                    call()
+                torch.cuda.synchronize()
+            except Exception as e:  # told here, and again where its errors are looked for
+                note(first_calls=name, shape=shape, failed=repr(e)[:300])
+            else:
+                note(first_calls=name, shape=shape, seconds=round(time.time() - began, 1))
 
 
 def compile_peer(name: str, shape: str, rank: int, of: int) -> str:
@@ -408,8 +422,7 @@ def main() -> None:
         if a.time and peers:
             use({})
             backend._load.cache_clear()
-            compared(case, arms, note, shape=shape)
-            beside(case, arms, shape, a.samples, note)
+            beside(case, compared(case, arms, note, shape=shape), shape, a.samples, note)
 
 
 class Born:
