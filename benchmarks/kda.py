@@ -48,7 +48,7 @@ except ImportError:
 
 WIDTH = 128
 SHAPES = ("512x1", "1024x4", "4096x1", "4096x32", "8192x1")
-INPUTS = ("usual", "alike", "doubled", "open", "bound", "silent")
+INPUTS = ("usual", "alike", "doubled", "mirrored", "open", "bound", "silent")
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 HEAD_AXIS = {"o": 2, "ht": 1, "q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "A_log": 0, "dt_bias": 0, "initial_state": 1}
 """The axis of the heads in each tensor and its gradient (in dt_bias: of its rows of one head)."""
@@ -63,7 +63,8 @@ def layout(tokens: int, sequences: int, seed: int = 0) -> list[int]:
 class Case:
     """One call: operands, gradients of the outputs, and options.
 
-    ``inputs``: "usual"; "alike": keys 99.9 % alike; "doubled": beta up to 2, keys 90 % alike; "open" and "bound": gates
+    ``inputs``: "usual"; "alike": keys 99.9 % alike; "doubled": beta up to 2, keys 90 % alike; "mirrored": beta 2,
+    keys 99.9 % alike; "open" and "bound": gates
     at 0 and at -5; "silent": every seventh beta exactly 0.
     """
 
@@ -73,11 +74,13 @@ class Case:
         shape = (1, tokens, heads, WIDTH)
         q, k, v, g, do = (self.normal(*shape).to(dtype) for _ in range(5))
         beta = torch.rand(shape[:3], device="cuda", generator=self.generator)
-        share = {"alike": 0.999, "doubled": 0.9}.get(inputs)
+        share = {"alike": 0.999, "doubled": 0.9, "mirrored": 0.999}.get(inputs)
         if share is not None:
             k = (share * self.normal(1, 1, heads, WIDTH) + (1 - share**2) ** 0.5 * k.float()).to(dtype)
         if inputs == "doubled":
             beta = 1.0 + 0.95 * beta
+        if inputs == "mirrored":
+            beta = torch.full_like(beta, 2.0)
         if inputs == "silent":
             beta[:, ::7] = 0
         if inputs in ("open", "bound"):
