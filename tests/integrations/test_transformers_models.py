@@ -45,7 +45,7 @@ def test_a_packed_batch_equals_the_unmodified_model_sample_by_sample(runtime, na
     for key, g in gradients(model, (got.logits * weight).sum()).items():
         w = expected[key]
         assert (g is None) == (w is None), key
-        assert w is None or (g - w).norm() <= 1e-3 * w.norm() + 1e-5, key
+        assert w is None or (g - w).norm() <= 2e-3 * w.norm() + 1e-5, key
 
     with torch.no_grad():
         dense = torch.randint(VOCABULARY, (2, 9)).to(runtime.device)

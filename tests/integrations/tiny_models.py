@@ -23,13 +23,19 @@ _KIMI = {"linear_conv_kernel_dim": 4, "linear_head_dim": 8, "linear_num_heads": 
          "mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2, "num_local_experts": 4, "n_group": 1,
          "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 16}
 
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+_LARA = {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 6,
+         "layer_types": ["linear_attention", "sliding_attention", "full_attention"]}
+
+_ALL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "kimi-linear": ("KimiLinearConfig", "KimiLinearForCausalLM", _KIMI),
     "olmo-hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", {**_OLMO, "linear_allow_neg_eigval": True}),
     "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_GDN, **_EXPERTS, "head_dim": 16}),
     "qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**_GDN, "head_dim": 16}),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**_GDN, **_EXPERTS, "head_dim": 16}),
+    "lara-mini": ("LaraMiniConfig", "LaraMiniForCausalLM", {**_GDN, **_EXPERTS, **_LARA}),
 }
+MODELS = {name: model for name, model in _ALL.items() if name != "lara-mini" or hasattr(transformers, model[1])}
+"""Every family; the last came with a later version of ``transformers`` than the oldest supported."""
 
 
 def make(name: str, **changes: Any) -> Any:
@@ -41,7 +47,7 @@ def make(name: str, **changes: Any) -> Any:
             hidden.setitem(sys.modules, package, None)
         config = getattr(transformers, config_class)(**{**_SHARED, **arguments, **changes})
         make_model = getattr(transformers, model_class)
-    torch.manual_seed(sorted(MODELS).index(name))
+    torch.manual_seed(list(_ALL).index(name))
     model = make_model(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -2,7 +2,8 @@
 
 Requirements
 ------------
-1. Causal within each sequence; boundaries stay on the device. Without a packed batch, the model's own implementation.
+1. Causal within each sequence, and within a layer's window where it has one; boundaries stay on the device. Without a
+   packed batch, the model's own implementation.
 2. Where torch has attention over variable lengths for the operands, it is used: no mask of T times T. Its longest
    sequence is the bucket's T, so the launch is the same for every batch.
 3. Rows of padding attend among themselves: finite, and no other row's business. Their outputs are zero.
@@ -24,21 +25,26 @@ NAME = "graphsafe"
 """The attention implementation's name in ``transformers``."""
 
 
-def _varlen() -> Any:
-    """torch's attention over variable lengths and its keyword for causal, or None."""
+def _varlen(window: int | None) -> Any:
+    """torch's attention over variable lengths and its keyword for causal within a window, or None."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     names = inspect.signature(varlen_attn).parameters
-    causal = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+    if "window_size" in names:
+        causal: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    elif window is None:
+        causal = {"is_causal": True}
+    else:
+        return None
     return None if "scale" not in names else (varlen_attn, causal)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, scale: float | None,
-            dropout: float) -> torch.Tensor:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, scale: float | None, dropout: float,
+            window: int | None) -> torch.Tensor:
     """q ``[1, H, T, D]``, k, v ``[1, h, T, D]`` to ``[1, T, H, D]``."""
-    varlen = _varlen() if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not dropout else None
+    varlen = _varlen(window) if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not dropout else None
     if varlen is not None and q.shape[-1] == v.shape[-1] <= 256:
         function, causal = varlen
         if k.shape[1] != q.shape[1]:
@@ -47,7 +53,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, s
         return function(*rows, packed.covering, packed.covering, packed.tokens, packed.tokens, scale=scale, **causal)[
             None
         ]
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=packed.mask, dropout_p=dropout, scale=scale,
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=packed.mask_within(window), dropout_p=dropout, scale=scale,
                                        enable_gqa=k.shape[1] != q.shape[1])
     return o.transpose(1, 2)
 
@@ -69,7 +75,7 @@ def register(otherwise: str | None) -> str:
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
             )
             return result
-        o = _attend(query, key, value, packed, scaling, dropout)
+        o = _attend(query, key, value, packed, scaling, dropout, kwargs.get("sliding_window"))
         live = (packed.segments < packed.tables.max_num_seqs)[None, :, None, None]
         return torch.where(live, o, 0), None
 

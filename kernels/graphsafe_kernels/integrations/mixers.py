@@ -106,6 +106,7 @@ _QWEN35 = Mixer(_separate_gates, _gdn_widths, chunk_gated_delta_rule, _gate, "no
 
 MIXERS: dict[str, Mixer] = {
     "KimiLinearDeltaAttention": Mixer(_kimi, _kimi_widths, chunk_kda, _kimi_gate, "o_norm", "o_proj", "sigmoid"),
+    "LaraMiniGatedDeltaNet": _QWEN35,
     "OlmoHybridGatedDeltaNet": Mixer(_olmo, _gdn_widths, chunk_gated_delta_rule, _gate, "o_norm", "o_proj",
                                      neg_eigval=lambda layer: bool(layer.allow_neg_eigval)),
     "Qwen3NextGatedDeltaNet": Mixer(_grouped, _gdn_widths, chunk_gated_delta_rule, _gate, "norm", "out_proj"),

@@ -42,8 +42,8 @@ _DYNAMIC_ROPE = ("dynamic", "longrope")
 def adapt(model: Model) -> Model:
     """Change ``model`` in place to run on this project's operators, and return it.
 
-    Models of ``transformers`` (Qwen3-Next, Qwen3.5 and its experts, Kimi Linear, OLMo Hybrid: any model whose
-    linear-attention layers are of a class in ``integrations.mixers.MIXERS``) and models built from the layers of
+    Models of ``transformers`` (Qwen3-Next, Qwen3.5 and its experts, Kimi Linear, Lara Mini, OLMo Hybrid: any model
+    whose linear-attention layers are of a class in ``integrations.mixers.MIXERS``) and models built from the layers of
     flash-linear-attention. Adapt before parameters are handed to an optimizer: layers of flash-linear-attention are
     replaced, with equal state dicts.
 
@@ -130,7 +130,7 @@ def _before_call(model: nn.Module, arguments: tuple[Any, ...],
         raise error("argument", f"{type(model).__name__} takes a packed batch by keyword, input_ids aside")
     kwargs["graphsafe"] = packed
     # a mask for each kind of layer, so that the model makes none
-    kwargs["attention_mask"] = {"full_attention": None, "linear_attention": None}
+    kwargs["attention_mask"] = dict.fromkeys(("full_attention", "linear_attention", "sliding_attention"))
     kwargs["use_cache"] = False
     kwargs.setdefault("position_ids", packed.positions)
     return arguments, kwargs

@@ -10,7 +10,7 @@ Requirements
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,6 +29,7 @@ class Packed:
     tokens: int
     tables: ChunkTables
     use_graph: bool
+    _windows: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, batch: int, tokens: int, device: torch.device, cu_seqlens: torch.Tensor | None,
@@ -72,3 +73,11 @@ class Packed:
         """Which row may attend to which: bool ``[1, 1, T, T]``, causal within a sequence."""
         same = self.segments[:, None] == self.segments[None, :]
         return same.tril()[None, None]
+
+    def mask_within(self, window: int | None) -> torch.Tensor:
+        """The mask; with a window, of the row itself and the ``window - 1`` rows before it."""
+        if window is None:
+            return self.mask
+        if window not in self._windows:
+            self._windows[window] = self.mask.triu(1 - window)
+        return self._windows[window]
