@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import os
 import platform
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,10 @@ from typing import Any
 import torch
 
 import graphsafe
+from graphsafe._revision import commit
 from graphsafe.bench.timing import Protocol
 
 __all__ = ["COMPARABLE", "CPU_NOTE", "environment", "incomparable", "not_resumable"]
-
-_COMMIT_VARIABLE = "GRAPHSAFE_COMMIT"
 
 COMPARABLE = ("runtime", "device", "threads", "torch", "triton", "driver", "python", "interpreted", "protocol")
 """Fields that two runs share if their times are to be compared."""
@@ -46,7 +43,7 @@ def environment(runtime: Any, protocol: Protocol, distributions: Iterable[str] =
     versions = {name: _version(name) for name in sorted({"triton", *distributions})}
     return {
         "graphsafe": graphsafe.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "runtime": runtime.name,
         "device": _device(runtime),
@@ -115,26 +112,3 @@ def _processor() -> str:
         return platform.processor() or "CPU"
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else "CPU"
-
-
-def _commit() -> str | None:
-    """The commit of the source this runs from, ``+changes`` where the files differ; None for an installed package.
-
-    A copy of the source without its history has none: ``GRAPHSAFE_COMMIT`` names it.
-    """
-    if os.environ.get(_COMMIT_VARIABLE):
-        return os.environ[_COMMIT_VARIABLE]
-    here = str(Path(graphsafe.__file__).parent)
-    commit = _output(["git", "-C", here, "rev-parse", "--short=12", "HEAD"])
-    if commit is None:
-        return None
-    changed = _output(["git", "-C", here, "status", "--porcelain", "--untracked-files=no"])
-    return commit.strip() + ("+changes" if changed else "")
-
-
-def _output(command: list[str]) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 and done.stdout.strip() else None

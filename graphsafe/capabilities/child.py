@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import graphsafe
+from graphsafe._revision import commit
 from graphsafe.capabilities.matrix import FAILED, SUPPORTED, UNSUPPORTED
 from graphsafe.capabilities.probe import Missing, Wrong, probes
 from graphsafe.errors import Category, GraphSafeError
@@ -73,6 +74,7 @@ def _environment(runtime: Any) -> dict[str, str | None]:
 
     return {
         "graphsafe": graphsafe.__version__,
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         **{name: v for name in ("triton", "triton-ascend", "torch_npu") if (v := of(name)) is not None},
