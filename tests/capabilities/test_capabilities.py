@@ -358,6 +358,18 @@ def test_a_file_has_the_rows_so_far(answers, tmp_path, name):
 # The real thing.
 
 
+def test_each_device_is_probed_and_a_failed_capture_harms_no_other_row(graphsafe_device):
+    rows = ["metadata.nonzero", "capture.recovery", "capture.replay", "tables.int32"]
+    found = gs.capabilities(graphsafe_device, rows=rows, jobs=2)
+    assert {row.name: (row.status, row.rule) for row in found} == {
+        "capture.replay": ("supported", None),
+        "capture.recovery": ("supported", None),
+        "metadata.nonzero": ("unsupported", "GS102"),
+        "tables.int32": ("supported", None),
+    }
+    gs.require("capture.replay", runtime=graphsafe_device)
+
+
 def test_the_command_probes_this_machine():
     rows = ["capture.replay", "metadata.nonzero", "tables.int32", "causal_conv1d.packed", "distributed.*"]
     asked = [part for row in rows for part in ("--rows", row)]
