@@ -390,7 +390,7 @@ def test_changed_boundaries_are_noticed(device):
 @pytest.mark.parametrize("span", [1, 2])
 def test_segments(device, configured, launches, span):
     """Sequences cut into segments: the same values, padding zero, one launch more each way; a bucket's choice alone."""
-    configured(span=span)
+    configured(span=span, keep_tiles=False)
     b = batch(device, [40, 0, 101], padding=20, gate=True)
     launches.clear()
     got = run(b, **SOFTPLUS)

@@ -40,7 +40,7 @@ def call(kernel, start, x, absent):
 
     y = x.new_empty((3, 8), dtype=torch.float16)
     unused = torch.empty_like(x)
-    start(kernel, 5, (x, absent, TensorDescriptor(y, [3, 8], [8, 1], [1, 8]), 7), {"BLOCK": 16}, warps=2, registers=168)
+    start(kernel, 5, (x, absent, TensorDescriptor(y, [3, 8], [8, 1], [1, 8]), 7), {"BLOCK": 16}, warps=2)
     start(kernel, 0, (x, absent, None, 7), {"BLOCK": 16}, warps=2)
     return y, None, unused, x
 
@@ -52,7 +52,7 @@ def test_a_run_allocates_and_launches_as_recorded(kernel):
     y, absent, unused, same = program.run([x, None])
     ((grid, (first, second, tile, number), constants),) = kernel.launched
     assert (grid, number, second, absent) == ((5, 1, 1), 7, None, None)
-    assert constants == {"BLOCK": 16, "num_warps": 2, "num_stages": 1, "maxnreg": 168}
+    assert constants == {"BLOCK": 16, "num_warps": 2, "num_stages": 1}
     assert first is same is x
     assert tile.base is y
     assert (tile.shape, tile.strides, tile.block_shape) == ([3, 8], [8, 1], [1, 8])

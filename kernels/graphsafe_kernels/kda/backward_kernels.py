@@ -45,7 +45,6 @@ from graphsafe_kernels.kda.decay_kernels import (
     TILE,
     apart,
     beside,
-    factored,
     gathered,
     in_tiles,
     level_factors,
@@ -54,10 +53,8 @@ from graphsafe_kernels.kda.decay_kernels import (
     narrow,
     own_factors,
     spread,
-    stacked,
     tile_factors,
     tile_sums,
-    unstacked,
 )
 from graphsafe_kernels.kda.gate_kernels import gate_factor, gate_gradient, load_bias, log_decay
 from graphsafe_kernels.kda.level_kernels import gradients_by_levels
@@ -259,8 +256,7 @@ def gradients_in_tiles(
     scale_sums, bias_sums, cu_seqlens, chunk_indices, chunk_offsets, bound, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    SAFE: tl.constexpr, PAIRS: tl.constexpr, STACKED: tl.constexpr, PACK: tl.constexpr,
-    JOINED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    SAFE: tl.constexpr, PAIRS: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One live slot and value head, pairs met by tiles of 16 tokens (``decay_kernels``)."""
     row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
@@ -285,19 +281,15 @@ def gradients_in_tiles(
     rows_k = tl.zeros([BT], tl.float32)
     rows_scale = tl.zeros([BT], tl.float32)
     diagonal = tl.load(own + at * BT + i)[:, None]
-    if STACKED:
-        ZY = tl.load(pairs + at * (2 * BT * BT) + tl.arange(0, 2 * BT)[:, None] * BT + jj)
-    else:
-        Z = tl.load(pair)
-        Y = tl.load(pair + BT * BT)
+    Z = tl.load(pair)
+    Y = tl.load(pair + BT * BT)
     k_next = load_rows(k + hq * K, row, rows, 0, K, H * K, BT, BK)
     q_next = load_rows(q + hq * K, row, rows, 0, K, H * K, BT, BK)
     g_next = load_rows(g + hv * K, row, rows, 0, K, HV * K, BT, BK)
     bias_next = load_bias(dt_bias, hv, 0, K, BK, BIAS)
     for column in tl.range(0, K, BK, disable_licm=True):
-        if EARLY:
-            # Everything from memory first, so that it is waited for together.
-            d0, d1, d2, d3 = load_tile_decays(tdp, column, KD, BT, BK)
+        # Everything from memory first, so that it is waited for together, and the next column block's tiles with it.
+        d0, d1, d2, d3 = load_tile_decays(tdp, column, KD, BT, BK)
         c = column + tl.arange(0, BK)
         inside = m[:, None] & (c < K)[None, :]
         place = products + at * (3 * BT * K) + ii * K + c[None, :]
@@ -321,20 +313,14 @@ def gradients_in_tiles(
             e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 2)
             e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 3)
         fj = own_factors(y, BT, BK, SAFE)
-        if not EARLY:
-            d0, d1, d2, d3 = load_tile_decays(tdp, column, KD, BT, BK)
-        k0, k1, k2, k3, end, before = tile_factors(kh, fj, tile, d0, d1, d2, d3, PAIRS, BT, BK, SAFE, PACK)
+        k0, k1, k2, k3, f0, f1, f2, f3, end, before = tile_factors(kh, fj, tile, d0, d1, d2, d3, PAIRS, BT, BK, SAFE,
+                                                                   PACK)  # fmt: skip
         kr = beside(k0, k1, k2, k3, BT, BK)
         ka = narrow(kh * a, PAIRS, PACK)
         qa = narrow(qh * a, PAIRS, PACK)
         grown = a * before
         # q's side first, down to its gradient: what it holds is free again for k's.
-        if STACKED:
-            az, ay = unstacked(tl.dot(ZY, kr, input_precision=PRECISION), BT, BT // TILE * BK)
-            az = gathered(az, tile, BT, BK)
-            ay = gathered(ay, tile, BT, BK)
-        else:
-            az = gathered(tl.dot(Z, kr, input_precision=PRECISION), tile, BT, BK)
+        az = gathered(tl.dot(Z, kr, input_precision=PRECISION), tile, BT, BK)
         sq = tq.to(tl.float32) * grown
         ahead = qa.to(tl.float32) * az + qh * sq
         dqh = a * az + sq + diagonal * kh
@@ -349,8 +335,7 @@ def gradients_in_tiles(
         tl.store(dq + out, dqh.to(dq.dtype.element_ty), mask=inside)
         tk = tl.load(place + BT * K, mask=(c < K)[None, :], other=0.0)
         td = tl.load(place + 2 * BT * K, mask=(c < K)[None, :], other=0.0)
-        if not STACKED:
-            ay = gathered(tl.dot(Y, kr, input_precision=PRECISION), tile, BT, BK)
+        ay = gathered(tl.dot(Y, kr, input_precision=PRECISION), tile, BT, BK)
         sk = tk.to(tl.float32) * grown
         sd = td.to(tl.float32) * end
         ahead += ka.to(tl.float32) * ay + kh * sk
@@ -358,27 +343,15 @@ def gradients_in_tiles(
         # Forwards without the token itself.
         behind = kh * sd
         dx = tl.cumsum(behind, 0) - behind
-        if STACKED:
-            both = stacked(spread(qa, tile, BT, BK), spread(ka, tile, BT, BK), BT, BT // TILE * BK)
-            ac = tl.dot(tl.trans(ZY), both, input_precision=PRECISION)
-        else:
-            ac = tl.dot(tl.trans(Z), spread(qa, tile, BT, BK), input_precision=PRECISION)
-            ac = tl.dot(tl.trans(Y), spread(ka, tile, BT, BK), ac, input_precision=PRECISION)
+        ac = tl.dot(tl.trans(Z), spread(qa, tile, BT, BK), input_precision=PRECISION)
+        ac = tl.dot(tl.trans(Y), spread(ka, tile, BT, BK), ac, input_precision=PRECISION)
+        c0, c1, c2, c3 = apart(ac, BT, BK)
         # Here and not above, so that the compiler lets the products follow the layout of what is loaded.
-        if JOINED and BT == 4 * TILE:
-            # One exchange for all four.
-            c4 = tl.permute(tl.reshape(ac, [BT, BT // TILE, BK]), [0, 2, 1])
-            k4 = tl.reshape(tl.join(tl.join(k0, k2), tl.join(k1, k3)), [BT, BK, 4]).to(tl.float32)
-            ahead -= tl.sum(k4 * c4, 2)
-            even, odd = tl.split(tl.reshape(c4, [BT, BK, 2, 2]))
-            c0, c2 = tl.split(even)
-            c1, c3 = tl.split(odd)
-        else:
-            c0, c1, c2, c3 = apart(ac, BT, BK)
-            ahead -= k0.to(tl.float32) * c0 + k1.to(tl.float32) * c1
-            if BT == 4 * TILE:
-                ahead -= k2.to(tl.float32) * c2 + k3.to(tl.float32) * c3
-        dkh += factored(c0, c1, c2, c3, fj, tile, tdp, column, KD, BT, BK, SAFE)
+        ahead -= k0.to(tl.float32) * c0 + k1.to(tl.float32) * c1
+        dkh += f0 * c0 + f1 * c1
+        if BT == 4 * TILE:
+            ahead -= k2.to(tl.float32) * c2 + k3.to(tl.float32) * c3
+            dkh += f2 * c2 + f3 * c3
         if L2NORM:
             rows_k += tl.sum(kh * dkh, 1)
         tl.store(dk + out, dkh.to(dk.dtype.element_ty), mask=inside)
@@ -417,8 +390,7 @@ def gradients_kernel(
     bias_sums, row_sums, cu_seqlens, chunk_indices, chunk_offsets, tasks, bound, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    SAFE: tl.constexpr, PAIRS: tl.constexpr, STACKED: tl.constexpr, PACK: tl.constexpr, JOINED: tl.constexpr,
-    EARLY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    SAFE: tl.constexpr, PAIRS: tl.constexpr, PACK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk ``[tokens, HV, K]`` (parts unless WHOLE) and dg ``[tokens, HV, K]`` of the raw inputs, from the results of
     ``products_kernel``; scale_sums ``[slots, HV]`` and bias_sums ``[slots, HV, K]`` fp32, the gate parameters' parts.
@@ -460,7 +432,7 @@ def gradients_kernel(
         gradients_in_tiles(
             slot, hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg,
             scale_sums, bias_sums, cu_seqlens, chunk_indices, chunk_offsets, bound, T, N, NT, H, HV, K, BT, BK, PACKED,
-            WHOLE, L2NORM, GATE, SCALED, BIAS, SAFE, PAIRS, STACKED, PACK, JOINED, EARLY, PRECISION,
+            WHOLE, L2NORM, GATE, SCALED, BIAS, SAFE, PAIRS, PACK, PRECISION,
         )  # fmt: skip
 
 

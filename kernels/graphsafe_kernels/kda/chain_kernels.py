@@ -63,7 +63,7 @@ def store_block(pointer, tiles, x, at, i_v, ROWS: tl.constexpr, WIDTH: tl.conste
     """Write the tile [BR, BW], block ``i_v`` of rows of slot and head ``at``, of a tensor [slots, HV, ROWS, WIDTH]."""
     if TILES:
         row = (at * ROWS).to(tl.int32) + i_v * BR
-        if BW == 128:
+        if 4 * tiles.block_shape[1] == BW:
             # In quarters, which pass through the same shared memory one after the other.
             x = tl.permute(tl.reshape(x, [BR, 4, BW // 4]), [0, 2, 1])
             even, odd = tl.split(tl.reshape(x, [BR, BW // 4, 2, 2]))

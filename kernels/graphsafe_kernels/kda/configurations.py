@@ -64,8 +64,8 @@ class Configuration:
 
     ``column_block``: columns of K that the preparation and the gradients take at a time, ``product_block``: that the
     products take; ``chain_block``, ``clear_block``: of V; ``save_stages``: of a forward chain that keeps states.
-    ``*_registers``: a thread's at most, ``tile_registers`` of a preparation without scores. ``stacked``: products of
-    one right operand as one. ``keep_tiles``, ``keep_states``: a forward leaves these though it was not asked to.
+    ``reverse_block``, ``reverse_warps``: of the backward's chains; ``store_block``: columns of K in which they store
+    states. ``pack``: bf16 is rounded to two elements at a time. ``keep_tiles``: a forward leaves its tiles unasked.
     ``half_inverse``: the triangular system by fp16 dots; ``tiles``: chains load by descriptors; ``safe``: pairs within
     a tile by the bounded form, ``pairs``: type of the dots that meet pairs. ``levels``: pairs by levels of the whole
     chunk. ``span``: chunks of a segment; 0: no sequence is cut. ``cores``: a grid has at most this many programs, which
@@ -77,7 +77,10 @@ class Configuration:
     chain_warps: int
     chain_stages: int
     save_stages: int
+    reverse_block: int
+    reverse_warps: int
     reverse_stages: int
+    store_block: int
     column_block: int
     prepare_warps: int
     product_block: int
@@ -85,18 +88,8 @@ class Configuration:
     gradient_warps: int
     clear_block: int
     finish_rows: int
-    tile_block: int
-    tile_warps: int
-    prepare_registers: int | None
-    tile_registers: int | None
-    product_registers: int | None
-    gradient_registers: int | None
-    stacked: bool
     pack: bool
-    joined: bool
-    early: bool
     keep_tiles: bool
-    keep_states: bool
     precision: str
     half_inverse: bool
     tiles: bool
@@ -145,9 +138,14 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
     if problem.safe_gate and dtype == torch.float16:
         pairs = torch.bfloat16 if kind.startswith("sm_") else torch.float32
     # Few programs are best narrow, so that no accumulator passes through shared memory; many are best wide, as each
-    # loads a chunk's tiles again.
-    many = tiles and kind == "sm_90" and programs > 264 and value == 128
-    chain_block = 128 if many else min(value, 64 if tiles else 32)
+    # loads a chunk's tiles again. A backward has twice as many.
+    can_be_wide = tiles and kind == "sm_90" and value == 128
+    narrow = min(value, 64 if tiles else 32)
+    chain_block = 128 if can_be_wide and programs > 264 else narrow
+    reverse_block = 128 if can_be_wide and 4 * programs > MULTIPROCESSORS else narrow
+    few_warps = kind == "sm_90" and tiles  # elsewhere four run out of registers
+    # Three stages fit beside states that are stored in quarters: worth it where every chain has a multiprocessor.
+    deep = can_be_wide and reverse_block == narrow and problem.chunk_size == 64
     product_block = min(key, 64 if tiles else 32)
     if kind == "sm_90" and not wide and product_block == 32:
         product_block = 16  # Triton 3.6 reads past a warpgroup's right operand that is 32 wide and came by registers
@@ -157,10 +155,13 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
     return Configuration(
         key_block=key,
         chain_block=chain_block,
-        chain_warps=4 if kind == "sm_90" and tiles and not many else 8,  # elsewhere four run out of registers
+        chain_warps=4 if few_warps and chain_block == narrow else 8,
         chain_stages=stages,
         save_stages=min(stages, 2),  # three would need more shared memory than there is
-        reverse_stages=stages if kind == "sm_90" else min(stages, 2),
+        reverse_block=reverse_block,
+        reverse_warps=4 if few_warps and reverse_block == narrow else 8,
+        reverse_stages=3 if deep and not span else min(stages, 2),
+        store_block=32 if deep and not span else key,
         column_block=32 if cores else 16,
         prepare_warps=4,
         product_block=product_block,
@@ -168,18 +169,8 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         gradient_warps=4 if kind == "sm_90" else 8,  # elsewhere four run out of registers
         clear_block=min(value, 128),
         finish_rows=16,
-        tile_block=32 if cores else 16,
-        tile_warps=4,
-        prepare_registers=None,
-        tile_registers=None,
-        product_registers=None,
-        gradient_registers=None,
-        stacked=False,
         pack=kind.startswith("sm_"),
-        joined=True,
-        early=problem.safe_gate and not wide,
         keep_tiles=tile_bytes <= KEPT_BYTES,
-        keep_states=False,
         precision="tf32x3" if kind.startswith("sm_") else "ieee",
         half_inverse=not wide and not cores and problem.qk_l2norm,
         tiles=tiles,

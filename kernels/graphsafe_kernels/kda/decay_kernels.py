@@ -98,9 +98,8 @@ def store_chunk_decay(tile_decays, decay, K: tl.constexpr, KD: tl.constexpr, BT:
 def tile_decay(tile_decays, index, column, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
     """The decay of a tile of a chunk for every token, ``[BT, BK]``, from ``tile_decays``."""
     # A pointer a row, all the same, so that a thread loads its channels together.
-    c = tl.arange(0, BK // 2)
-    at = tile_decays + index * K + column + tl.zeros([BT, 1], tl.int32) + (c // 8 * 16 + c % 8)[None, :]
-    return tl.reshape(tl.join(tl.load(at), tl.load(at + 8)), [BT, BK])
+    at = tile_decays + index * K + column + tl.zeros([BT, 1], tl.int32) + tl.arange(0, BK // 2)[None, :]
+    return tl.reshape(tl.join(tl.load(at), tl.load(at + BK // 2)), [BT, BK])
 
 
 @triton.jit
@@ -140,46 +139,31 @@ def own_factors(y, BT: tl.constexpr, BK: tl.constexpr, SAFE: tl.constexpr):
 @triton.jit
 def tile_factors(k, fj, tile, d0, d1, d2, d3, DT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                  SAFE: tl.constexpr, PACK: tl.constexpr):  # fmt: skip
-    """(k r of type DT for each of four tiles, of two the second thrice; r to the chunk's end, the decay from the start
-    of the chunk to each token's tile), from k ``[BT, BK]``, the tokens' own factors fj and the tiles' decays."""
+    """(k r of type DT for each of four tiles; r for each; r to the chunk's end; the decay from the start of the chunk
+    to each token's tile), from k ``[BT, BK]``, the tokens' own factors fj and the tiles' decays. Of two tiles the
+    second thrice."""
     if SAFE:
-        f = tl.where(tile == 0, fj, 0.0)
+        f0 = tl.where(tile == 0, fj, 0.0)
     else:
-        f = tl.zeros([BT, BK], tl.float32)
-    k0 = narrow(k * f, DT, PACK)
+        f0 = tl.zeros([BT, BK], tl.float32)
+    k0 = narrow(k * f0, DT, PACK)
     before = tl.where(tile > 0, d0, 1.0)
-    f = next_factors(f, fj, tile, 0, d0, SAFE)
-    k1 = narrow(k * f, DT, PACK)
+    f1 = next_factors(f0, fj, tile, 0, d0, SAFE)
+    k1 = narrow(k * f1, DT, PACK)
     k2 = k1
     k3 = k1
-    f = next_factors(f, fj, tile, 1, d1, SAFE)
+    end = next_factors(f1, fj, tile, 1, d1, SAFE)
+    f2 = f1
+    f3 = f1
     if BT == 4 * TILE:
+        f2 = end
         before *= tl.where(tile > 1, d1, 1.0)
-        k2 = narrow(k * f, DT, PACK)
+        k2 = narrow(k * f2, DT, PACK)
         before *= tl.where(tile > 2, d2, 1.0)
-        f = next_factors(f, fj, tile, 2, d2, SAFE)
-        k3 = narrow(k * f, DT, PACK)
-        f = next_factors(f, fj, tile, 3, d3, SAFE)
-    return k0, k1, k2, k3, f, before
-
-
-@triton.jit
-def factored(c0, c1, c2, c3, fj, tile, tile_decays, column, KD: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-             SAFE: tl.constexpr):  # fmt: skip
-    """Of each token the sum of r c over the tiles, ``[BT, BK]``, from the last one up: r of a tile is r of the one
-    before times that one's decay."""
-    FIRST: tl.constexpr = 0 if SAFE else -1
-    if BT == 4 * TILE:
-        x = c3
-        x = tl.where(tile <= FIRST + 2, c2 + x * tile_decay(tile_decays, 2, column, KD, BT, BK), x)
-        x = tl.where(tile <= FIRST + 1, c1 + x * tile_decay(tile_decays, 1, column, KD, BT, BK), x)
-    else:
-        x = c1
-    if SAFE:
-        x = tl.where(tile == 0, c0 + x * tile_decay(tile_decays, 0, column, KD, BT, BK), x)
-    else:
-        x = tl.where(tile < BT // TILE - 1, x, 0.0)
-    return x * fj
+        f3 = next_factors(f2, fj, tile, 2, d2, SAFE)
+        k3 = narrow(k * f3, DT, PACK)
+        end = next_factors(f3, fj, tile, 3, d3, SAFE)
+    return k0, k1, k2, k3, f0, f1, f2, f3, end, before
 
 
 @triton.jit
@@ -230,18 +214,6 @@ def apart(x, BT: tl.constexpr, BK: tl.constexpr):
         x2 = x0
         x3 = x1
     return x0, x1, x2, x3
-
-
-@triton.jit
-def stacked(x0, x1, BT: tl.constexpr, WIDTH: tl.constexpr):
-    """``[2 BT, WIDTH]`` of two ``[BT, WIDTH]``, one above the other."""
-    return tl.reshape(tl.permute(tl.join(x0, x1), [2, 0, 1]), [2 * BT, WIDTH])
-
-
-@triton.jit
-def unstacked(x, BT: tl.constexpr, WIDTH: tl.constexpr):
-    """The two ``[BT, WIDTH]`` that :func:`stacked` puts one above the other."""
-    return tl.split(tl.permute(tl.reshape(x, [2, BT, WIDTH]), [1, 2, 0]))
 
 
 @triton.jit

@@ -44,11 +44,10 @@ Index = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None
 
 
 def start(kernel: Any, grid: int, arguments: tuple[Any, ...], constants: dict[str, Any], *, warps: int,
-          stages: int = 1, registers: int | None = None) -> None:  # fmt: skip
+          stages: int = 1) -> None:  # fmt: skip
     """Launch ``grid`` programs of a kernel: its run-time arguments in order, then its compile-time constants."""
     if grid:
-        limit = {"maxnreg": registers} if registers else {}
-        kernel[(grid,)](*arguments, **constants, num_warps=warps, num_stages=stages, **limit)
+        kernel[(grid,)](*arguments, **constants, num_warps=warps, num_stages=stages)
 
 
 class Operands(NamedTuple):
@@ -151,7 +150,7 @@ def _prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, sta
         scores = False
     constants = {
         **_sizes(problem, tables), "H": problem.heads, "V": problem.value_width,
-        "BK": c.column_block if scores else c.tile_block, "BV": c.clear_block, **_gate(problem, x, c),
+        "BK": c.column_block, "BV": c.clear_block, **_gate(problem, x, c),
         **_beta(problem), "SCORES": scores, "INTERMEDIATES": intermediates is not None,
         "INVERSE": tl.float16 if c.half_inverse else tl.float32,
         "REFINE": c.half_inverse and problem.beta_scale != 1.0, "LEVELS": c.levels,
@@ -160,8 +159,7 @@ def _prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, sta
         prepare_kernel, c.programs(slots * hv),
         (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, kg, qg, kd, *kept[:5], o, intermediates, *_index(tables),
          slots * hv if c.levels else None, problem.scale, problem.lower_bound, *_layout(problem)),
-        constants, warps=c.prepare_warps if scores else c.tile_warps,
-        registers=c.prepare_registers if scores else c.tile_registers,
+        constants, warps=c.prepare_warps,
     )  # fmt: skip
     return kept._replace(kg=kg, qg=qg, kd=kd)
 
@@ -174,16 +172,17 @@ def _with_states(problem: Problem, kept: Kept, slots: int, like: torch.Tensor) -
 
 
 def _chain_tiles(problem: Problem, c: Configuration, use: bool, kept: Kept, values: tuple[torch.Tensor, ...],
-                 dstates: tuple[torch.Tensor, ...] = ()) -> list[Any]:  # fmt: skip
-    """The chains' descriptors: kg, qg, kd, ``values`` (rows of V), correction, scores, states, residuals, dstates."""
+                 block: tuple[int, int], dstates: tuple[torch.Tensor, ...] = ()) -> list[Any]:  # fmt: skip
+    """The chains' descriptors: kg, qg, kd, ``values`` (rows of V), correction, scores, states, residuals, dstates.
+    ``block``: of a state's columns of V and of K."""
     if not use:
         return [None] * (7 + len(values) + len(dstates))
     bt, kw = problem.chunk_size, problem.key_width
     keys = [_tile(t, kw, (bt, c.key_block)) for t in (kept.kg, kept.qg, kept.kd)]
-    rows = [_tile(t, problem.value_heads * problem.value_width, (bt, c.chain_block)) for t in values]
+    rows = [_tile(t, problem.value_heads * problem.value_width, (bt, block[0])) for t in values]
     squares = [_tile(t, bt, (bt, bt)) for t in (kept.correction, kept.scores)]
-    states = [_tile(t, kw, (c.chain_block, 32 if c.key_block == 128 else c.key_block)) for t in (kept.states, *dstates)]
-    return [*keys, *rows, *squares, states[0], _tile(kept.residuals, bt, (c.chain_block, bt)), *states[1:]]
+    states = [_tile(t, kw, block) for t in (kept.states, *dstates)]
+    return [*keys, *rows, *squares, states[0], _tile(kept.residuals, bt, (block[0], bt)), *states[1:]]
 
 
 def _segments(problem: Problem, span: int) -> int:
@@ -204,15 +203,15 @@ def _segment_states(problem: Problem, tables: ChunkTables | None, c: Configurati
         transitions = x.q.new_empty((*lead, 2, c.key_block, c.key_block), dtype=torch.float32)
     use = c.tiles and problem.rows > 0
     parts = triton.cdiv(vw, c.chain_block) + (triton.cdiv(c.key_block, c.chain_block) if segments > 2 else 0)
-    kg, _, kd, v, correction, *_ = _chain_tiles(problem, c, use, kept, (x.v,))
+    kg, _, kd, v, correction, *_ = _chain_tiles(problem, c, use, kept, (x.v,), (c.chain_block, c.key_block))
     start(
         segment_states_kernel, problem.sequences * (segments - 1) * hv * parts,
         (kept.kg, kept.kd, x.v, kept.correction, kept.vectors, kept.decay, x.initial_state, ends, transitions, kg, kd,
          v, correction, *_index(tables)[::2], *_layout(problem), c.span),
         {**_sizes(problem, tables), "V": vw, "BK": c.key_block, "BV": c.chain_block,
          "INITIAL": x.initial_state is not None, "V_FIRST": problem.state_v_first, "TILES": use,
-         "STAGES": c.chain_stages, "SEGMENTS": segments, "PRECISION": c.precision},
-        warps=c.chain_warps, stages=c.chain_stages,
+         "STAGES": c.save_stages, "SEGMENTS": segments, "PRECISION": c.precision},
+        warps=c.chain_warps, stages=c.save_stages,
     )  # fmt: skip
     return kept._replace(ends=ends, transitions=transitions)
 
@@ -227,13 +226,14 @@ def _segment_gradients(problem: Problem, tables: ChunkTables | None, c: Configur
     dends = x.q.new_empty((problem.sequences, segments - 1, hv, kw * vw), dtype=torch.float32)
     use = c.tiles and problem.rows > 0
     start(
-        segment_gradients_kernel, problem.sequences * (segments - 1) * hv * triton.cdiv(vw, c.chain_block),
+        segment_gradients_kernel, problem.sequences * (segments - 1) * hv * triton.cdiv(vw, c.reverse_block),
         (kept.kg, kept.qg, kept.kd, do, kept.correction, kept.scores, kept.vectors, kept.decay, dfinal_state, dends,
-         *_chain_tiles(problem, c, use, kept, (do,))[:6], *_index(tables)[::2], *_layout(problem), c.span),
-        {**_sizes(problem, tables), "V": vw, "BK": c.key_block, "BV": c.chain_block, "FINAL": dfinal_state is not None,
-         "V_FIRST": problem.state_v_first, "TILES": use, "STAGES": c.reverse_stages, "SEGMENTS": segments,
-         "PRECISION": c.precision},
-        warps=c.chain_warps, stages=c.reverse_stages,
+         *_chain_tiles(problem, c, use, kept, (do,), (c.reverse_block, c.store_block))[:6], *_index(tables)[::2],
+         *_layout(problem), c.span),
+        {**_sizes(problem, tables), "V": vw, "BK": c.key_block, "BV": c.reverse_block,
+         "FINAL": dfinal_state is not None, "V_FIRST": problem.state_v_first, "TILES": use, "STAGES": c.reverse_stages,
+         "SEGMENTS": segments, "PRECISION": c.precision},
+        warps=c.reverse_warps, stages=c.reverse_stages,
     )  # fmt: skip
     return dends
 
@@ -252,7 +252,7 @@ def forward(problem: Problem, tables: ChunkTables | None, x: Operands, final_sta
     """
     c = choose(problem, kind or device_kind(x.q.device), x.q.dtype)
     keep_tiles = keep is not None and (keep or c.keep_tiles)
-    keep = keep is not None and (keep or c.keep_states)
+    keep = bool(keep)
     slots, hv = _slots(problem, tables), problem.value_heads
     o = torch.empty_like(x.v)
     kept = _prepare(problem, tables, c, start, x, None, o, intermediates)
@@ -274,11 +274,11 @@ def forward(problem: Problem, tables: ChunkTables | None, x: Operands, final_sta
         c.programs(problem.sequences * segments * hv * triton.cdiv(problem.value_width, c.chain_block)),
         (kept.kg, kept.qg, kept.kd, x.v, kept.correction, kept.scores, kept.vectors, kept.decay, o, kept.states,
          kept.residuals, intermediates, x.initial_state, final_state, kept.ends, kept.transitions,
-         *_chain_tiles(problem, c, use, kept, (x.v,)), _transition_tiles(c, use, kept.transitions), cu_seqlens,
-         chunk_offsets, *_layout(problem), c.span),
+         *_chain_tiles(problem, c, use, kept, (x.v,), (c.chain_block, c.key_block)),
+         _transition_tiles(c, use, kept.transitions), cu_seqlens, chunk_offsets, *_layout(problem), c.span),
         constants, warps=c.chain_warps, stages=stages,
     )  # fmt: skip
-    return o, kept if keep_tiles or keep else kept._replace(kg=None, qg=None, kd=None)
+    return o, kept if keep_tiles else kept._replace(kg=None, qg=None, kd=None)
 
 
 def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Kept, do: torch.Tensor,
@@ -300,19 +300,19 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
     dinitial_state = None if x.initial_state is None else torch.empty_like(x.initial_state)
     use = c.tiles and slots > 0 and problem.rows > 0
     constants = {
-        **sizes, "V": problem.value_width, "BK": c.key_block, "BV": c.chain_block,
+        **sizes, "V": problem.value_width, "BK": c.key_block, "BV": c.reverse_block,
         "INITIAL": x.initial_state is not None, "FINAL": dfinal_state is not None, "V_FIRST": problem.state_v_first,
         "RECOMPUTE": recompute, "TILES": use, "STAGES": c.reverse_stages, "SEGMENTS": segments,
         "PRECISION": c.precision, "LOOP": c.cores > 0,
     }  # fmt: skip
-    blocks = triton.cdiv(problem.value_width, c.chain_block)
+    blocks = triton.cdiv(problem.value_width, c.reverse_block)
     start(
         backward_chains_kernel, c.programs((2 if recompute else 1) * problem.sequences * segments * hv * blocks),
         (kept.kg, kept.qg, kept.kd, x.v, do, kept.correction, kept.scores, kept.vectors, kept.decay, kept.states,
          kept.residuals, dstates, dv, x.initial_state, dfinal_state, dinitial_state, kept.ends, kept.transitions, dends,
-         *_chain_tiles(problem, c, use, kept, (x.v, do), (dstates,)), _transition_tiles(c, use, kept.transitions),
-         index[0], index[2], *layout, c.span),
-        constants, warps=c.chain_warps, stages=c.reverse_stages,
+         *_chain_tiles(problem, c, use, kept, (x.v, do), (c.reverse_block, c.store_block), (dstates,)),
+         _transition_tiles(c, use, kept.transitions), index[0], index[2], *layout, c.span),
+        constants, warps=c.reverse_warps, stages=c.reverse_stages,
     )  # fmt: skip
     dbeta = torch.empty_like(x.beta)
     pairs = x.q.new_empty((slots, hv, 2, bt, bt), dtype=c.pairs)
@@ -325,7 +325,7 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
          slots * hv if c.cores else None, problem.scale, *layout),
         {**sizes, "V": problem.value_width, "BK": c.product_block, "BV": c.clear_block, **_beta(problem),
          "PRECISION": c.precision, "LOOP": c.cores > 0},
-        warps=c.product_warps, registers=c.product_registers,
+        warps=c.product_warps,
     )  # fmt: skip
     whole = hv == problem.heads
     dq, dk, dg = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.g)
@@ -342,9 +342,9 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
         (x.q, x.k, x.g, x.A_log, x.dt_bias, kept.vectors, kept.tile_decays, kept.decay, pairs, own, products, inner,
          *parts, dg, scale_sums, bias_sums, row_sums, *index, slots * hv * blocks if c.levels else None,
          problem.lower_bound, *layout),
-        {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, "STACKED": c.stacked,
-         "PACK": c.pack, "JOINED": c.joined, "EARLY": c.early, "LEVELS": c.levels, **_gate(problem, x, c)},
-        warps=c.gradient_warps, registers=c.gradient_registers,
+        {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, "PACK": c.pack,
+         "LEVELS": c.levels, **_gate(problem, x, c)},
+        warps=c.gradient_warps,
     )  # fmt: skip
     if row_sums is not None and (problem.qk_l2norm or dA_log is not None):
         start(

@@ -175,7 +175,7 @@ def prepare_in_tiles(
         kk = tl.zeros([BT], tl.float32)
         qq = tl.zeros([BT], tl.float32)
     tile = ii // TILE
-    KD: tl.constexpr = (K + 15) // 16 * 16
+    KD: tl.constexpr = (K + BK - 1) // BK * BK
     td = tile_decays + at * (BT // TILE * KD)
     # A turn sums the next column block's gates and writes its tiles' decays, so that nobody waits for them.
     x = load_gates(g, dt_bias, row, rows, hv, 0, factor, bound, HV, K, BT, BK, GATE, BIAS)
@@ -208,7 +208,7 @@ def prepare_in_tiles(
         a = tl.exp2(y)
         fj = own_factors(y, BT, BK, SAFE)
         d0, d1, d2, d3 = load_tile_decays(td, column, KD, BT, BK)
-        k0, k1, k2, k3, end, before = tile_factors(kt, fj, tile, d0, d1, d2, d3, PAIRS, BT, BK, SAFE, False)
+        k0, k1, k2, k3, _, _, _, _, end, before = tile_factors(kt, fj, tile, d0, d1, d2, d3, PAIRS, BT, BK, SAFE, False)
         ka = kt * a
         qa = qt * a
         place = at * (BT * K) + i[:, None] * K + c[None, :]
