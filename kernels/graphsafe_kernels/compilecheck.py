@@ -94,7 +94,8 @@ def _compile_cuda(shipped: Shipped, capability: int) -> dict[str, Any]:
     compiled = triton.compile(
         ASTSource(shipped.kernel, signature, constants, attributes),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": shipped.warps, "num_stages": shipped.stages},
+        options={"num_warps": shipped.warps, "num_stages": shipped.stages,
+                 **({"maxnreg": shipped.registers} if shipped.registers else {})},
     )
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder, "kernel.cubin")

@@ -44,7 +44,8 @@ class Shipped:
     """One kernel in one configuration.
 
     ``kernel``: the ``triton.jit`` function; ``name``: what tells it apart from the kernel's others; ``types``: each
-    run-time parameter's Triton type, None for an absent pointer; ``constants``: the compile-time parameters.
+    run-time parameter's Triton type, None for an absent pointer; ``constants``: the compile-time parameters;
+    ``registers``: the most a thread may have on an NVIDIA device, 0 where the compiler decides.
     """
 
     kernel: Any
@@ -53,6 +54,7 @@ class Shipped:
     constants: Mapping[str, Any]
     warps: int
     stages: int = 3
+    registers: int = 0
 
 
 def pointer(dtype: torch.dtype | None) -> str | None:

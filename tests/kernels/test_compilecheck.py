@@ -55,7 +55,8 @@ SCRIPT = textwrap.dedent(
 
     types = {{name: "*fp32" for name in "xy" if name in {kernel}.arg_names}}
     compilecheck.SHARED[90] = {shared}
-    compilecheck.configurations = lambda policy: [Shipped({kernel}, "N", types, {{"N": {n}}}, warps=1)]
+    sizes = {{"N": {n}}}
+    compilecheck.configurations = lambda policy: [Shipped({kernel}, "N", types, sizes, warps=1, registers={registers})]
     sys.argv = ["compilecheck", "--target", "sm_90"]
     compilecheck.app()
     """
@@ -63,15 +64,16 @@ SCRIPT = textwrap.dedent(
 
 
 @pytest.mark.parametrize(
-    ("kernel", "n", "shared", "code", "word"),
-    [("spilling_kernel", 64, 232448, 0, "0 of them"), ("spilling_kernel", 16384, 232448, 1, "1 of them"),
-     ("broken_kernel", 64, 232448, 1, "CompilationError"), ("greedy_kernel", 32, 232448, 0, "0 of them"),
-     ("greedy_kernel", 32, 512, 1, "sm_90 has 512")],
-    ids=["clean", "spills", "broken", "fits", "does not fit"],
+    ("kernel", "n", "shared", "registers", "code", "word"),
+    [("spilling_kernel", 64, 232448, 0, 0, "0 of them"), ("spilling_kernel", 16384, 232448, 0, 1, "1 of them"),
+     ("spilling_kernel", 2048, 232448, 0, 0, "0 of them"), ("spilling_kernel", 2048, 232448, 32, 1, "1 of them"),
+     ("broken_kernel", 64, 232448, 0, 1, "CompilationError"), ("greedy_kernel", 32, 232448, 0, 0, "0 of them"),
+     ("greedy_kernel", 32, 512, 0, 1, "sm_90 has 512")],
+    ids=["clean", "spills", "unbounded", "bounded", "broken", "fits", "does not fit"],
 )  # fmt: skip
-def test_the_exit_status(tmp_path, kernel, n, shared, code, word):
+def test_the_exit_status(tmp_path, kernel, n, shared, registers, code, word):
     script = tmp_path / "check.py"
-    script.write_text(SCRIPT.format(kernel=kernel, n=n, shared=shared))
+    script.write_text(SCRIPT.format(kernel=kernel, n=n, shared=shared, registers=registers))
     done = run(str(script), COLUMNS="200")
     assert done.returncode == code, done.stderr
     assert word in done.stdout
