@@ -61,26 +61,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pointers": {"tiles": False, "chain_stages": 2, "keep_stages": 2, "reverse_stages": 2, "state_stages": 2,
                  "gradient_stages": 1},
     "three stages": {"chain_stages": 3, "keep_stages": 3, "reverse_stages": 3},
-    "store by pointers": {"store_tiles": False},
     "prepare 128": {"prepare_registers": 128},
     "prepare 168": {"prepare_registers": 168},
-    "late": {"early": ()},
     "apart": {"overlap": False},
-    "beside": {"beside": True},
-    "uncut": {"span": 0, "reverse_span": 0},
+    "in turn": {"beside": False},
+    "uncut": {"span": 0, "reverse_span": 0, "beside": False},
 }  # fmt: skip
 TOUCHED = {
-    "shipped": ("tables", "prepare", "cut", "chain", "reverse", "gradients", "finish"),
+    "shipped": ("tables", "prepare", "cut", "prepare, cut", "chain", "reverse", "gradients", "finish"),
     "wide": ("chain",),
     "prepare 128": ("prepare",),
     "prepare 168": ("prepare",),
-    "late": (),
     "apart": ("prepare",),
-    "beside": ("prepare, cut",),
+    "in turn": (),
     "uncut": ("chain",),
 }
 """The parts that a variant changes; chain and reverse where nothing is said."""
-WHOLE = ("shipped", "three stages", "late", "apart", "beside", "uncut", "recompute", "keep")
+WHOLE = ("shipped", "three stages", "apart", "in turn", "uncut", "recompute", "keep")
 """The variants timed as whole operators."""
 CHOSEN = configurations.configuration
 NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0")

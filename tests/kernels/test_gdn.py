@@ -39,7 +39,7 @@ def configured(monkeypatch, device):
     def replace(tiles=None, **fields):
         if tiles is not None and device.type == "cpu":
             stages = dict.fromkeys(("chain_stages", "keep_stages", "reverse_stages"), 3)
-            fields = {"tiles": tiles, "store_tiles": tiles, **stages, **fields}
+            fields = {"tiles": tiles, **stages, **fields}
         chosen = configurations.configuration
         monkeypatch.setattr(configurations, "configuration", lambda *key: dataclasses.replace(chosen(*key), **fields))
 
@@ -204,8 +204,8 @@ def test_blocks_and_descriptors(device, configured):
     b = batch(device, [40, 7, 17], key=32, value=32, padding=5)
     want = run(b, dtype=torch.float64, **NORMED)
     blocks = dict(chain_block=16, reverse_block=16, prepare_block=16, gradient_key_block=16, gradient_value_block=16)
-    pointers = {"tiles": True, "keep_states": True, "store_tiles": False}
-    for fields in (blocks, {"tiles": True}, {"tiles": True, "keep_states": True}, pointers):
+    crowded = {"tiles": True, "keep_states": True, "keep_stages": 2, "reverse_stages": 2}
+    for fields in (blocks, {"tiles": True}, {"tiles": True, "keep_states": True}, crowded):
         configured(**fields)
         assert_close(want, live(b, run(b, **NORMED)), torch.float32)
 
@@ -231,7 +231,7 @@ def test_segments_of_a_sequence(device, configured, fields):
 def test_a_second_segment_prepared_beside_the_first_ones_states(device, configured, capture):
     """The launches of two streams, eager and captured: the same bits as one after the other."""
     b = batch(device, [70], key=32, value=32, padding=5)
-    configured(span=3)
+    configured(span=3, beside=False)
     want = run(b, **NORMED)
     configured(beside=True)
     assert_same(want, run(b, **NORMED))
@@ -247,14 +247,16 @@ def test_segments_of_dense_sequences_with_states_v_first(device, configured):
 
 
 def test_segments_follow_from_the_bucket(device):
-    """Long sequences with few heads are cut, forward and backward; with many chains there is nothing to gain."""
+    """Long sequences with few heads are cut, forward and backward; with many chains there is nothing to gain. A lone
+    sequence in two segments has the second prepared beside the first one's states."""
     choose = functools.partial(configurations.choose, capability=90, dtype=torch.bfloat16)
     problem = functools.partial(Problem, 1, heads=4, key_width=128, value_width=128, chunk_size=64, scale=1.0)
-    for value_heads, sequences, tokens, span, reverse_span in (
-        (32, 1, 8192, 64, 0), (8, 1, 8192, 16, 16), (8, 4, 8192, 64, 0), (32, 32, 4096, 0, 0), (8, 1, 1024, 0, 0),
+    for value_heads, sequences, tokens, span, reverse_span, beside in (
+        (32, 1, 8192, 64, 0, True), (20, 1, 8192, 43, 0, False), (8, 1, 8192, 16, 16, False),
+        (8, 4, 8192, 64, 0, False), (32, 32, 4096, 0, 0, False), (8, 1, 1024, 0, 0, False),
     ):  # fmt: skip
         c = choose(problem(tokens=tokens, value_heads=value_heads, sequences=sequences))
-        assert (c.span, c.reverse_span) == (span, reverse_span), (value_heads, sequences, tokens)
+        assert (c.span, c.reverse_span, c.beside) == (span, reverse_span, beside), (value_heads, sequences, tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -353,8 +355,18 @@ def test_calls_and_graphs_share_no_memory(device, capture):
 
 
 def test_launches(device, launches, configured):
-    """Two launches forward and two or three backward, beside the tables'; one more each where sequences are cut."""
-    forward, backward = ["prepare", "forward_chain"], ["backward_chains", "gradients"]
+    """Forward at most 2 launches, 4 where sequences are cut; backward at most 5, and 6; few sequences' tables are
+    among them."""
+    chains = ["backward_chains", "gradients"]
+
+    def launched(most_forward, most_backward):
+        names = [name.removesuffix("_kernel") for name in launches]
+        launches.clear()
+        forward = names.index("forward_chain") + 1
+        assert forward <= most_forward, names
+        assert len(names) - forward <= most_backward, names
+        return names[:forward], names[forward:]
+
     for sizes, options, last in (
         ({"heads": 2, "value_heads": 2}, {}, []),
         ({"heads": 2, "value_heads": 2}, NORMED, ["finish"]),
@@ -363,13 +375,13 @@ def test_launches(device, launches, configured):
     ):
         launches.clear()
         run(batch(device, [20], padding=3, **sizes), **options)
-        names = [name.removesuffix("_kernel") for name in launches if "tables" not in name]
-        assert names == forward + backward + last
+        assert launched(2, 5) == (["prepare", "forward_chain"], chains + last)
     configured(span=1, reverse_span=1)
-    launches.clear()
     run(batch(device, [20], padding=3, gate=True), **GATED)
-    names = [name.removesuffix("_kernel") for name in launches if "tables" not in name]
-    assert names == ["prepare", "segment_states", "forward_chain", "segment_gradients", *backward, "finish"]
+    assert launched(4, 6) == (["prepare", "segment_states", "forward_chain"], ["segment_gradients", *chains, "finish"])
+    configured(reverse_span=0, beside=True)
+    run(batch(device, [20], padding=3, gate=True), **GATED)
+    assert launched(4, 6) == (["prepare", "segment_states", "prepare", "forward_chain"], [*chains, "finish"])
 
 
 @pytest.mark.parametrize("lengths", [[20], [0, 20, 0, 33, 0], [1] * 32, [1] * 33], ids=len)

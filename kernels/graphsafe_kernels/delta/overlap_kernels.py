@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 
 try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.language.extra.cuda import gdc_wait
 
     # Triton 3.4 has it, but cannot call it
     AVAILABLE = "_semantic" in inspect.signature(gdc_wait).parameters
 except ImportError:  # Triton-Ascend: nobody may ask for it there
-    gdc_launch_dependents = gdc_wait = None
+    gdc_wait = None
     AVAILABLE = False
 
 __all__ = ["AVAILABLE", "follow"]
@@ -26,13 +26,10 @@ __all__ = ["AVAILABLE", "follow"]
 
 @triton.jit
 def follow(OVERLAP: tl.constexpr):
-    """Wait until everything before this launch is done and visible. OVERLAP: 0 off, 1 on, 2 on, and the next launch's
-    programs may take what this one's last programs leave free.
+    """Wait until everything before this launch is done and visible.
 
-    A next launch of few programs, two of which fit a multiprocessor, would crowd on those that are free first, and run
-    at half speed there: 1 before such a one.
+    Nothing here lets the next launch come earlier than at this one's end: early programs of a chain would crowd on the
+    first multiprocessors that are free, and run at half speed there.
     """
-    if OVERLAP > 0:
+    if OVERLAP:
         gdc_wait()
-    if OVERLAP > 1:
-        gdc_launch_dependents()

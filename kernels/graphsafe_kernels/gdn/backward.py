@@ -20,7 +20,7 @@ from graphsafe_kernels.gdn import configurations, constants
 from graphsafe_kernels.gdn.chain_kernels import backward_chains_kernel
 from graphsafe_kernels.gdn.configurations import Configuration
 from graphsafe_kernels.gdn.forward import state_buffers
-from graphsafe_kernels.gdn.launch import launch, options, stored, tile
+from graphsafe_kernels.gdn.launch import launch, options, tile
 from graphsafe_kernels.gdn.parallel_kernels import finish_kernel, gradients_kernel
 from graphsafe_kernels.gdn.problem import (
     Gradients,
@@ -102,8 +102,8 @@ def chains(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Op
         tile(x.q, problem.heads * kw, (bt, bk), tiles), tile(x.k, problem.heads * kw, (bt, bk), tiles),
         tile(x.v, hv * vw, (bt, bv), tiles), tile(do, hv * vw, (bt, bv), tiles),
         tile(prepared.correction, bt, (bt, bt), tiles), tile(prepared.scores, bt, (bt, bt), tiles),
-        *stored(c, c.reverse_stages, (prepared.states, bk, (bv, bk)), (prepared.residuals, bt, (bv, bt)),
-        (w.dstates, bk, (bv, bk)), (w.dv, hv * vw, (bt, bv))),
+        tile(prepared.states, bk, (bv, bk), tiles), tile(prepared.residuals, bt, (bv, bt), tiles),
+        tile(w.dstates, bk, (bv, bk), tiles), tile(w.dv, hv * vw, (bt, bv), tiles),
         tile(prepared.transitions, bk, (bk, bk), tiles), cu_seqlens, chunk_offsets),
         (problem.tokens, problem.sequences, problem.chunks, c.reverse_span), fixed,
         options(c, c.reverse_warps, c.reverse_stages),

@@ -34,6 +34,8 @@ def forward_chain(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The chain of one sequence, segment, value head and block of V columns."""
+    # Two stages let two programs share a multiprocessor; the buffers of stores would not.
+    STORE: tl.constexpr = TILES and STAGES > 2
     start, length, slot = locate_sequence(n, cu_seqlens, chunk_offsets, T, NT, PACKED)
     at, mask = state_offsets(i_v, K, V, BK, BV, V_FIRST)
     base = (n.to(tl.int64) * HV + hv) * (K * V)
@@ -57,14 +59,15 @@ def forward_chain(
         S = forward_step(
             S, start + c * BT, length - c * BT, slot + c, hv, i_v, q, k, v, correction, scores, vectors, decay, o,
             states, residuals, q_tiles, k_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles,
-            residuals_tiles, o_tiles, H, HV, K, V, BT, BK, BV, OUTPUT, SAVE, TILES, TILES, PRECISION,
+            residuals_tiles, o_tiles, H, HV, K, V, BT, BK, BV, OUTPUT, SAVE, TILES, TILES, STORE, PRECISION,
         )  # fmt: skip
     if TILES:
         if rest:
             S = forward_step(
                 S, start + chunks * BT, length - chunks * BT, slot + chunks, hv, i_v, q, k, v, correction, scores,
                 vectors, decay, o, states, residuals, q_tiles, k_tiles, v_tiles, correction_tiles, scores_tiles,
-                states_tiles, residuals_tiles, o_tiles, H, HV, K, V, BT, BK, BV, OUTPUT, SAVE, True, False, PRECISION,
+                states_tiles, residuals_tiles, o_tiles, H, HV, K, V, BT, BK, BV, OUTPUT, SAVE, True, False, STORE,
+                PRECISION,
             )  # fmt: skip
     if FINAL:
         if SEGMENTS == 1:
@@ -85,6 +88,8 @@ def reverse_chain(
     TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The reverse chain of one sequence, segment, value head and block of V columns."""
+    # Two stages let two programs share a multiprocessor; the buffers of stores would not.
+    STORE: tl.constexpr = TILES and STAGES > 2
     start, length, slot = locate_sequence(n, cu_seqlens, chunk_offsets, T, NT, PACKED)
     at, mask = state_offsets(i_v, K, V, BK, BV, V_FIRST)
     base = (n.to(tl.int64) * HV + hv) * (K * V)
@@ -109,14 +114,14 @@ def reverse_chain(
             D = reverse_step(
                 D, start + chunks * BT, length - chunks * BT, slot + chunks, hv, i_v, q, k, do, correction, scores,
                 vectors, decay, dw, dstates, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles,
-                dstates_tiles, dw_tiles, H, HV, K, V, BT, BK, BV, True, True, False, PRECISION,
+                dstates_tiles, dw_tiles, H, HV, K, V, BT, BK, BV, True, True, False, STORE, PRECISION,
             )  # fmt: skip
     for r in tl.range(0, count, num_stages=STAGES):
         c = end - 1 - r
         D = reverse_step(
             D, start + c * BT, length - c * BT, slot + c, hv, i_v, q, k, do, correction, scores, vectors, decay, dw,
             dstates, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles, dw_tiles, H, HV, K, V,
-            BT, BK, BV, True, TILES, TILES, PRECISION,
+            BT, BK, BV, True, TILES, TILES, STORE, PRECISION,
         )  # fmt: skip
     if INITIAL:
         if segment == 0:
@@ -194,7 +199,7 @@ def backward_chains_kernel(
             forward_chain(
                 n, segment, hv, i_v, q, k, v, correction, scores, vectors, decay, dw, states, residuals, initial_state,
                 dinitial_state, ends, transitions, q_tiles, k_tiles, v_tiles, correction_tiles, scores_tiles,
-                states_tiles, residuals_tiles, None, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, H, HV,
-                K, V, BT, BK, BV, PACKED, INITIAL, False, V_FIRST, False, True, TILES, STATE_STAGES, SEGMENTS,
+                states_tiles, residuals_tiles, dw_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, NT, span, H,
+                HV, K, V, BT, BK, BV, PACKED, INITIAL, False, V_FIRST, False, True, TILES, STATE_STAGES, SEGMENTS,
                 PRECISION,
             )  # fmt: skip

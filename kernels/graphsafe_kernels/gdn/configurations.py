@@ -58,12 +58,10 @@ class Configuration:
     half_inverse: bool
     tiles: bool
     state_tiles: bool
-    store_tiles: bool  # chains of more than two stages store by descriptor; with tiles alone
     span: int  # chunks of a segment in the forward; 0: sequences are not cut
     reverse_span: int  # the same in the backward; 0 or span
     beside: bool  # a lone sequence's second segment is prepared beside the first one's states
     overlap: bool
-    early: tuple[str, ...]  # launches whose successor's programs may come before their end
 
 
 def _power(n: int) -> int:
@@ -149,13 +147,12 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         half_inverse=not wide,
         tiles=tiles,
         state_tiles=state_tiles,
-        store_tiles=tiles,
         span=span,
         # A backward runs two chains a segment, so it needs twice the room.
         reverse_span=0 if lone else span,
-        beside=False,
+        # A lone sequence in two segments: the first one's states take half the multiprocessors.
+        beside=lone and problem.sequences == 1 and problem.chunks <= 2 * span and capability > 0,
         overlap=capability >= 90 and AVAILABLE,
-        early=() if span else ("prepare",),
     )
 
 

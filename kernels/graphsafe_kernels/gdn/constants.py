@@ -23,17 +23,12 @@ def _gates(problem: Problem, bias: bool) -> dict[str, Any]:
             "FACTOR": problem.beta_scale or 1.0}  # fmt: skip
 
 
-def _overlap(c: Configuration, name: str) -> int:
-    """How a launch overlaps with its neighbours: see :mod:`graphsafe_kernels.delta.overlap_kernels`."""
-    return 0 if not c.overlap else 2 if name in c.early else 1
-
-
 def prepare(p: Problem, c: Configuration, packed: bool, bias: bool, build: int = 0) -> dict[str, Any]:
     """Compile-time constants of :func:`prepare_kernel`. build: the tables' tile of sequences where they are unbuilt."""
     inverse = "fp16" if c.half_inverse and p.qk_l2norm else "fp32"
     return {**_sizes(p), "BK": c.prepare_block, "BV": c.clear_block, "PACKED": packed, "L2NORM": p.qk_l2norm,
             **_gates(p, bias), "TILES": c.tiles, "INVERSE": inverse, "REFINE": p.beta_scale != 1.0,
-            "STAGES": c.prepare_stages, "BUILD": build, "OVERLAP": _overlap(c, "prepare"),
+            "STAGES": c.prepare_stages, "BUILD": build, "OVERLAP": c.overlap,
             "PRECISION": c.precision}  # fmt: skip
 
 
@@ -42,21 +37,21 @@ def chain(p: Problem, c: Configuration, packed: bool, initial: bool, final: bool
     return {**_sizes(p), "BK": c.key_block, "BV": c.chain_block, "PACKED": packed, "INITIAL": initial, "FINAL": final,
             "V_FIRST": p.state_v_first, "SAVE": save, "TILES": c.tiles,
             "STAGES": c.keep_stages if save else c.chain_stages, "SEGMENTS": segments(p, c.span),
-            "OVERLAP": _overlap(c, "chain"), "PRECISION": c.precision}  # fmt: skip
+            "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
 
 
 def segment_states(p: Problem, c: Configuration, packed: bool, initial: bool) -> dict[str, Any]:
     """Compile-time constants of :func:`segment_states_kernel`."""
     return {**_sizes(p), "BK": c.key_block, "BV": c.chain_block, "PACKED": packed, "INITIAL": initial,
             "V_FIRST": p.state_v_first, "TILES": c.tiles, "STAGES": c.keep_stages, "SEGMENTS": segments(p, c.span),
-            "OVERLAP": _overlap(c, "segment_states"), "PRECISION": c.precision}  # fmt: skip
+            "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
 
 
 def segment_gradients(p: Problem, c: Configuration, packed: bool, final: bool) -> dict[str, Any]:
     """Compile-time constants of :func:`segment_gradients_kernel`."""
     return {**_sizes(p), "BK": c.key_block, "BV": c.reverse_block, "PACKED": packed, "FINAL": final,
             "V_FIRST": p.state_v_first, "TILES": c.tiles, "STAGES": c.reverse_stages,
-            "SEGMENTS": segments(p, c.reverse_span), "OVERLAP": _overlap(c, "segment_gradients"),
+            "SEGMENTS": segments(p, c.reverse_span), "OVERLAP": c.overlap,
             "PRECISION": c.precision}  # fmt: skip
 
 
@@ -64,7 +59,7 @@ def reverse(p: Problem, c: Configuration, packed: bool, initial: bool, final: bo
     """Compile-time constants of :func:`backward_chains_kernel`."""
     return {**_sizes(p), "BK": c.key_block, "BV": c.reverse_block, "PACKED": packed, "INITIAL": initial, "FINAL": final,
             "V_FIRST": p.state_v_first, "RECOMPUTE": recompute, "TILES": c.tiles, "STAGES": c.reverse_stages,
-            "STATE_STAGES": c.state_stages, "SEGMENTS": segments(p, c.reverse_span), "OVERLAP": _overlap(c, "chains"),
+            "STATE_STAGES": c.state_stages, "SEGMENTS": segments(p, c.reverse_span), "OVERLAP": c.overlap,
             "PRECISION": c.precision}  # fmt: skip
 
 
@@ -72,7 +67,7 @@ def gradients(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[st
     """Compile-time constants of :func:`gradients_kernel`."""
     return {**_sizes(p), "BK": c.gradient_key_block, "BV": c.gradient_value_block, "KEY": c.key_block,
             "PACKED": packed, "L2NORM": p.qk_l2norm, **_gates(p, bias), "TILES": c.state_tiles,
-            "STAGES": c.gradient_stages, "WHOLE": not parted(p), "OVERLAP": _overlap(c, "gradients"),
+            "STAGES": c.gradient_stages, "WHOLE": not parted(p), "OVERLAP": c.overlap,
             "PRECISION": c.precision}  # fmt: skip
 
 
@@ -80,4 +75,4 @@ def finish(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[str, 
     """Compile-time constants of :func:`finish_kernel`."""
     return {"H": p.heads, "HV": p.value_heads, "K": p.key_width, "BK": c.key_block, "ROWS": c.finish_rows,
             "PACKED": packed, "L2NORM": p.qk_l2norm, "GATE": p.gate_in_kernel, "BIAS": bias,
-            "PARTS": parted(p), "SUMS": 256, "OVERLAP": _overlap(c, "finish")}  # fmt: skip
+            "PARTS": parted(p), "SUMS": 256, "OVERLAP": c.overlap}  # fmt: skip

@@ -20,7 +20,7 @@ from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.gdn import configurations, constants
 from graphsafe_kernels.gdn.chain_kernels import forward_chain_kernel
 from graphsafe_kernels.gdn.configurations import Configuration
-from graphsafe_kernels.gdn.launch import launch, options, stored, tile
+from graphsafe_kernels.gdn.launch import launch, options, tile
 from graphsafe_kernels.gdn.prepare_kernels import VECTORS, prepare_kernel
 from graphsafe_kernels.gdn.problem import (
     Operands,
@@ -109,8 +109,8 @@ def chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Ope
          prepared.ends, prepared.transitions,
         tile(x.q, problem.heads * kw, (bt, bk), tiles), tile(x.k, problem.heads * kw, (bt, bk), tiles),
         tile(x.v, hv * vw, (bt, bv), tiles), tile(prepared.correction, bt, (bt, bt), tiles),
-        tile(prepared.scores, bt, (bt, bt), tiles), *stored(c, fixed["STAGES"], (prepared.states, bk, (bv, bk)),
-        (prepared.residuals, bt, (bv, bt)), (o, hv * vw, (bt, bv))),
+        tile(prepared.scores, bt, (bt, bt), tiles), tile(prepared.states, bk, (bv, bk), tiles),
+        tile(prepared.residuals, bt, (bv, bt), tiles), tile(o, hv * vw, (bt, bv), tiles),
         tile(prepared.transitions, bk, (bk, bk), tiles), cu_seqlens, chunk_offsets),
         (problem.tokens, problem.sequences, problem.chunks, c.span), fixed,
         options(c, c.chain_warps, fixed["STAGES"]),

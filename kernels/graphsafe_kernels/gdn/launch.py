@@ -17,7 +17,7 @@ import torch
 from graphsafe_kernels.gdn.configurations import Configuration
 from graphsafe_kernels.launch import PreparedLaunch
 
-__all__ = ["launch", "options", "stored", "tile"]
+__all__ = ["launch", "options", "tile"]
 
 
 def options(c: Configuration, warps: int, stages: int) -> dict[str, Any]:
@@ -32,14 +32,6 @@ def tile(tensor: torch.Tensor | None, width: int, block: tuple[int, int], use: b
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(tensor, [tensor.numel() // width, width], [width, 1], list(block))
-
-
-def stored(c: Configuration, stages: int, *written: tuple[torch.Tensor | None, int, tuple[int, int]]) -> list[Any]:
-    """Descriptors for what a chain of so many stages writes (see :func:`tile`); None each where it writes by pointers.
-
-    A descriptor's store takes a buffer in shared memory, which leaves no room for a second program beside two stages.
-    """
-    return [tile(*what, True) if c.store_tiles and stages > 2 else None for what in written]
 
 
 def _kind(argument: Any) -> Any:

@@ -77,7 +77,7 @@ def gradients_kernel(
     BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
     WHOLE: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per slot, the last first, and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and
+    """One program per slot and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and
     becomes dv; dq, dk ``[tokens, HV, K]`` are parts, or with WHOLE the gradients themselves; dg, dbeta
     ``[tokens, HV]`` for the raw inputs; gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE. States have V and
     K rounded up to whole blocks."""
@@ -87,8 +87,7 @@ def gradients_kernel(
     KEY_BLOCK: tl.constexpr = KEY if KEY < 128 else 128  # min() is no constant in Triton 3.2
     follow(OVERLAP)
     pid = tl.program_id(0)
-    # The last slots first: of many sequences' chains, theirs ended last, and what they wrote is in the L2.
-    slot = tl.num_programs(0) // HV - 1 - pid // HV
+    slot = pid // HV
     hv = pid % HV
     if PACKED:
         if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
@@ -268,7 +267,7 @@ def finish_kernel(
 ):  # fmt: skip
     """Sums over value heads, l2norm's projection, and the gate parameters' sums over slots, in fixed orders.
 
-    Programs 0 .. row_programs * 2 - 1 (with PARTS): ROWS rows of dq, then of dk ``[tokens * H, K]``, from the parts
+    Programs 0 .. row_programs * 2 - 1 (with PARTS): ROWS rows of dq or dk ``[tokens * H, K]`` from the parts
     ``[tokens, HV, K]``; padding rows become zero. With GATE, one more program per value head sums its ``gate_sums``
     over the live slots, SUMS at a time from slot 0, so that padding only ever adds exact zeros behind them.
     """
@@ -293,9 +292,8 @@ def finish_kernel(
                 tl.store(ddt_bias + hv, bias.to(ddt_bias.dtype.element_ty))
             return
     if PARTS:
-        block = pid // 2  # the first rows first: their parts were written last, and are in the L2
         # two calls, since Triton-Ascend takes no pointer that is chosen at run time
-        if pid % 2 == 0:
-            sum_parts(block, q, dq_parts, dq, cu_seqlens, T, N, H, HV, K, BK, ROWS, PACKED, L2NORM)
+        if pid < row_programs:
+            sum_parts(pid, q, dq_parts, dq, cu_seqlens, T, N, H, HV, K, BK, ROWS, PACKED, L2NORM)
         else:
-            sum_parts(block, k, dk_parts, dk, cu_seqlens, T, N, H, HV, K, BK, ROWS, PACKED, L2NORM)
+            sum_parts(pid - row_programs, k, dk_parts, dk, cu_seqlens, T, N, H, HV, K, BK, ROWS, PACKED, L2NORM)

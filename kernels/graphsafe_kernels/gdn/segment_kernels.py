@@ -125,7 +125,7 @@ def segment_states_kernel(
         S = forward_step(
             S, start + step * BT, length - step * BT, slot + step, hv, i_v, q, k, v, correction, scores, vectors, decay,
             ends, ends, ends, k_tiles, k_tiles, v_tiles, correction_tiles, correction_tiles, k_tiles, k_tiles, None, H,
-            HV, K, V, BT, BK, BV, False, False, TILES, TILES, PRECISION, valued,
+            HV, K, V, BT, BK, BV, False, False, TILES, TILES, False, PRECISION, valued,
         )  # fmt: skip
     own = (n.to(tl.int64) * (SEGMENTS - 1) + segment) * HV + hv
     if valued:
@@ -173,7 +173,7 @@ def segment_gradients_kernel(
             D = reverse_step(
                 D, start + chunks * BT, length - chunks * BT, slot + chunks, hv, i_v, q, k, do, correction, scores,
                 vectors, decay, dends, dends, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles, k_tiles,
-                None, H, HV, K, V, BT, BK, BV, False, True, False, PRECISION,
+                None, H, HV, K, V, BT, BK, BV, False, True, False, False, PRECISION,
             )  # fmt: skip
     end = tl.minimum(chunks, first + span)
     for r in tl.range(0, end - first, num_stages=STAGES):
@@ -181,7 +181,7 @@ def segment_gradients_kernel(
         D = reverse_step(
             D, start + c * BT, length - c * BT, slot + c, hv, i_v, q, k, do, correction, scores, vectors, decay, dends,
             dends, q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles, k_tiles, None, H, HV, K, V, BT, BK, BV,
-            False, TILES, TILES, PRECISION,
+            False, TILES, TILES, False, PRECISION,
         )  # fmt: skip
     own = (n.to(tl.int64) * (SEGMENTS - 1) + segment - 1) * HV + hv
     tl.store(dends + own * (K * V) + at, D, mask=mask)

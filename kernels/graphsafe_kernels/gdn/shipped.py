@@ -45,7 +45,8 @@ def shipped(policy: Policy) -> Iterator[Shipped]:
         if capability != 90 and (width == 64 or (capability >= 100 and chunk_size < 64)):
             continue
         problem = Problem(1, 8192, 16, 32, width, width, sequences, chunk_size, width**-0.5, qk_l2norm=True,
-                                 gate_in_kernel=full, beta_scale=2.0 if full else None, state_v_first=full)  # fmt: skip
+                          gate_in_kernel=full, beta_scale=2.0 if full else None,
+                          state_v_first=full and sequences > 1)  # fmt: skip
         yield from _kernels(problem, choose(problem, capability, dtype), dtype, full, capability)
 
 
@@ -76,20 +77,19 @@ def _kernels(p: Problem, c: Configuration, dtype: torch.dtype, full: bool, capab
         "q_tiles": tile(bt, c.key_block), "k_tiles": tile(bt, c.key_block), "v_tiles": tile(bt, c.chain_block),
         "do_tiles": tile(bt, c.chain_block), "correction_tiles": tile(bt, bt), "scores_tiles": tile(bt, bt),
     }  # fmt: skip
-    written_tiles = {
-        **dict.fromkeys(("states_tiles", "dstates_tiles"), tile(c.chain_block, c.key_block, c.store_tiles)),
-        **dict.fromkeys(("o_tiles", "dw_tiles"), tile(bt, c.chain_block, c.store_tiles)),
-        "residuals_tiles": tile(c.chain_block, bt, c.store_tiles),
-    }
+    state_tile, rows_tile = tile(c.chain_block, c.key_block), tile(bt, c.chain_block)
+    kept_tiles = {"states_tiles": state_tile, "dstates_tiles": state_tile, "residuals_tiles": tile(c.chain_block, bt)}
     block = tile(c.gradient_value_block, c.gradient_key_block, c.state_tiles)
 
-    def entry(kernel: Any, types: dict[str, Any], constants: dict[str, Any], warps: int, stages: int) -> Shipped:
+    def entry(kernel: Any, types: dict[str, Any], constants: dict[str, Any], warps: int, stages: int,
+              registers: int = 0) -> Shipped:  # fmt: skip
         here = {parameter: types.get(parameter) for parameter in kernel.arg_names if parameter not in constants}
-        return Shipped(kernel, name, here, constants, warps, stages)
+        return Shipped(kernel, name, here, constants, warps, stages, registers)
 
     types = {**common, **dict.fromkeys(("q_tiles", "k_tiles"), tile(bt, c.prepare_block))}
     for build in (0, 1 if p.sequences == 1 else FEW_SEQUENCES):
-        yield entry(prepare_kernel, types, constants.prepare(p, c, True, full, build), c.prepare_warps, 1)
+        fixed = constants.prepare(p, c, True, full, build)
+        yield entry(prepare_kernel, types, fixed, c.prepare_warps, 1, c.prepare_registers)
     if c.span:
         fixed = constants.segment_states(p, c, True, full)
         types = {**common, **token_tiles, **cut(c.span)}
@@ -100,15 +100,11 @@ def _kernels(p: Problem, c: Configuration, dtype: torch.dtype, full: bool, capab
         yield entry(segment_gradients_kernel, types, fixed, c.reverse_warps, c.reverse_stages)
     for save in (False, True):
         fixed = constants.chain(p, c, True, full, full, save)
-        written = written_tiles if fixed["STAGES"] > 2 else {}
-        if not save:
-            written = {name: kind for name, kind in written.items() if name == "o_tiles"}
-        types = {**common, **token_tiles, **(kept if save else {}), **written, **cut(c.span)}
+        types = {**common, **token_tiles, "o_tiles": rows_tile, **(kept | kept_tiles if save else {}), **cut(c.span)}
         yield entry(forward_chain_kernel, types, fixed, c.chain_warps, fixed["STAGES"])
     for recompute in (False, True):
         fixed = constants.reverse(p, c, True, full, full, recompute)
-        written = written_tiles if c.reverse_stages > 2 else {}
-        types = {**common, **kept, **token_tiles, **written, **cut(c.reverse_span)}
+        types = {**common, **kept, **token_tiles, "dw_tiles": rows_tile, **kept_tiles, **cut(c.reverse_span)}
         yield entry(backward_chains_kernel, types, fixed, c.reverse_warps, c.reverse_stages)
     if capability != 80 and not (bt == 32 and capability == 90):
         fixed = constants.gradients(p, c, True, full)

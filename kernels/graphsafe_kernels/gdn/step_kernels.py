@@ -41,10 +41,10 @@ def store_tile(pointer, X, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl
 
 
 @triton.jit
-def store_state_of_chunk(states, tiles, X, at, i_v, ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-                         TILES: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """Store a block of V of a state in slot layout, ``[slots * HV, ROWS, BK]``."""
-    if TILES and tiles is not None:
+def store_state(states, tiles, X, at, i_v, ROWS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+                TILES: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    """Store a block of V of a state in slot layout, ``[slots * HV, ROWS, BK]``, with TILES by descriptor."""
+    if TILES:
         tiles.store([at.to(tl.int32) * ROWS + i_v * BV, 0], X)
     else:
         store_tile(states + at * (ROWS * BK) + i_v * (BV * BK), X, BV, BK, BK, PART if WHOLE else 0)
@@ -56,11 +56,11 @@ def forward_step(
     q_tiles, k_tiles, v_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles, o_tiles,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr,
-    PRECISION: tl.constexpr, valued=True,
+    STORE: tl.constexpr, PRECISION: tl.constexpr, valued=True,
 ):  # fmt: skip
     """One chunk of the forward chain; returns the next state. valued: v counts, else it is taken for zero. TILES: tiles
     by descriptors; not WHOLE: token rows by masked loads all the same, because the chunk's block loads would take along
-    another sequence's rows."""
+    another sequence's rows. STORE: a whole chunk is stored by descriptors too, which takes a buffer for each."""
     DT: tl.constexpr = k.dtype.element_ty
     ROWS: tl.constexpr = (V + BV - 1) // BV * BV
     hq = hv // (HV // H)
@@ -90,7 +90,7 @@ def forward_step(
     vec = vectors + at * (VECTORS * BT) + i
     Sb = S.to(DT)
     if SAVE and not WHOLE:
-        store_state_of_chunk(states, states_tiles, Sb, at, i_v, ROWS, BV, BK, TILES, WHOLE)
+        store_state(states, states_tiles, Sb, at, i_v, ROWS, BV, BK, TILES, WHOLE)
     vT = tl.trans(vt).to(tl.float32)
     if not OUTPUT and not SAVE:
         vT = tl.where(valued, vT, 0.0)
@@ -99,19 +99,19 @@ def forward_step(
     e = tl.dot((x * b).to(DT), tl.trans(nt), x, input_precision=PRECISION)
     if SAVE and WHOLE:
         # Here, when the copies of vectors that the last chunk began have landed: a store's fence waits for them.
-        store_state_of_chunk(states, states_tiles, Sb, at, i_v, ROWS, BV, BK, TILES, WHOLE)
+        store_state(states, states_tiles, Sb, at, i_v, ROWS, BV, BK, STORE, WHOLE)
     w = e * b
     if OUTPUT:
         c = tl.load(vec + 2 * BT)[None, :]
         y = tl.dot(Sb, tl.trans(qt), input_precision=PRECISION) * c
         y = tl.dot(w.to(DT), tl.trans(pt), y, input_precision=PRECISION)
-        if WHOLE and o_tiles is not None:
+        if WHOLE and STORE:
             o_tiles.store([row.to(tl.int32), hv * V + i_v * BV], tl.trans(y.to(DT)))
         else:
             mask = (i < left)[:, None] & (iv < V)[None, :]
             tl.store(o + hv * V + row * (HV * V) + i[:, None] * (HV * V) + iv[None, :], tl.trans(y).to(DT), mask=mask)
     if SAVE:
-        if TILES and residuals_tiles is not None:
+        if TILES and (STORE or not WHOLE):
             residuals_tiles.store([(slot * HV + hv) * V + i_v * BV, 0], e.to(DT))
         else:
             # a whole chunk's tiles are whole in V too
@@ -128,10 +128,11 @@ def reverse_step(
     D, row, left, slot, hv, i_v, q, k, do, correction, scores, vectors, decay, dw, dstates,
     q_tiles, k_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles, dw_tiles,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, SAVE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    BV: tl.constexpr, SAVE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr, STORE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of the reverse chain; with SAVE stores D and dw; returns the gradient of the chunk's first state. TILES
-    and WHOLE as in :func:`forward_step`."""
+    """One chunk of the reverse chain; with SAVE stores D and dw; returns the gradient of the chunk's first state.
+    TILES, WHOLE and STORE as in :func:`forward_step`."""
     DT: tl.constexpr = k.dtype.element_ty
     ROWS: tl.constexpr = (V + BV - 1) // BV * BV
     hq = hv // (HV // H)
@@ -155,7 +156,7 @@ def reverse_step(
     vec = vectors + at * (VECTORS * BT) + i
     Db = D.to(DT)
     if SAVE and not WHOLE:
-        store_state_of_chunk(dstates, dstates_tiles, Db, at, i_v, ROWS, BV, BK, TILES, WHOLE)
+        store_state(dstates, dstates_tiles, Db, at, i_v, ROWS, BV, BK, TILES, WHOLE)
     dT = tl.trans(dt)
     y = tl.dot(Db, tl.trans(kt), input_precision=PRECISION) * tl.load(vec + 3 * BT)[None, :]
     y = tl.dot(dT, pt, y, input_precision=PRECISION)
@@ -163,13 +164,13 @@ def reverse_step(
     y = tl.dot((y * b).to(DT), nt, y, input_precision=PRECISION)
     if SAVE and WHOLE:
         # Here, when the copies of vectors that the last chunk began have landed: a store's fence waits for them.
-        store_state_of_chunk(dstates, dstates_tiles, Db, at, i_v, ROWS, BV, BK, TILES, WHOLE)
+        store_state(dstates, dstates_tiles, Db, at, i_v, ROWS, BV, BK, STORE, WHOLE)
     # b again rather than kept, and dw stored between the products: what lives at once just fits the registers.
     a = tl.load(vec)[None, :]
     b = tl.load(vec + BT)[None, :]
     D = tl.dot((y * (0.0 - a * b)).to(DT), kt, D * tl.load(decay + at), input_precision=PRECISION)
     if SAVE:
-        if WHOLE and dw_tiles is not None:
+        if WHOLE and STORE:
             dw_tiles.store([row.to(tl.int32), hv * V + i_v * BV], tl.trans(y.to(DT)))
         else:
             mask = (i < left)[:, None] & (iv < V)[None, :]
