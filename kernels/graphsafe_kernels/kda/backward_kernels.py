@@ -288,8 +288,9 @@ def gradients_in_tiles(
     g_next = load_rows(g + hv * K, row, rows, 0, K, HV * K, BT, BK)
     bias_next = load_bias(dt_bias, hv, 0, K, BK, BIAS)
     for column in tl.range(0, K, BK, disable_licm=True):
-        # Everything from memory first, so that it is waited for together, and the next column block's tiles with it.
-        d0, d1, d2, d3 = load_tile_decays(tdp, column, KD, BT, BK)
+        if SAFE:
+            # Everything from memory first, so that it is waited for together.
+            d0, d1, d2, d3 = load_tile_decays(tdp, column, KD, BT, BK)
         c = column + tl.arange(0, BK)
         inside = m[:, None] & (c < K)[None, :]
         place = products + at * (3 * BT * K) + ii * K + c[None, :]
@@ -313,6 +314,8 @@ def gradients_in_tiles(
             e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 2)
             e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 3)
         fj = own_factors(y, BT, BK, SAFE)
+        if not SAFE:
+            d0, d1, d2, d3 = load_tile_decays(tdp, column, KD, BT, BK)
         k0, k1, k2, k3, f0, f1, f2, f3, end, before = tile_factors(kh, fj, tile, d0, d1, d2, d3, PAIRS, BT, BK, SAFE,
                                                                    PACK)  # fmt: skip
         kr = beside(k0, k1, k2, k3, BT, BK)
