@@ -387,6 +387,22 @@ def test_changed_boundaries_are_noticed(device):
         o.sum().backward()
 
 
+@pytest.mark.parametrize("name", ["three value heads", "softplus gate, negative eigenvalues", "strong gates"])
+def test_pairs_by_levels_in_task_loops(device, configured, name):
+    """The form that Ascend runs, on any device: the same values, padding zero, whatever programs walk the tasks."""
+    sizes, options = CASES[name]
+    b = batch(device, **sizes)
+    results = []
+    for cores in (2, 7):
+        configured(levels=True, cores=cores, span=0, tiles=False, column_block=16, pairs=torch.float32)
+        results.append(run(b, **options))
+    assert_same(*results)
+    assert_close(run(b, dtype=torch.float64, **options), live(b, results[0]), torch.float32)
+    for key, t in results[0].items():
+        if per_token(key) and b.cu is not None:
+            assert (t[:, b.total :] == 0).all(), key
+
+
 @pytest.mark.parametrize("span", [1, 2])
 def test_segments(device, configured, launches, span):
     """Sequences cut into segments: the same values, padding zero, one launch more each way; a bucket's choice alone."""

@@ -180,7 +180,8 @@ def products_kernel(
     with LOOP ``tasks`` that programs walk."""
     pid = tl.program_id(0)
     if LOOP:
-        for task in tl.range(pid, tasks, tl.num_programs(0)):
+        for step in tl.range(0, tasks - pid, tl.num_programs(0)):
+            task = pid + step
             slot = task // HV
             hv = task % HV
             live = True
@@ -401,7 +402,8 @@ def gradients_kernel(
     pid = tl.program_id(0)
     if LEVELS:
         BLOCKS: tl.constexpr = (K + BK - 1) // BK
-        for task in tl.range(pid, tasks, tl.num_programs(0)):
+        for step in tl.range(0, tasks - pid, tl.num_programs(0)):
+            task = pid + step
             column = task % BLOCKS * BK
             hv = task // BLOCKS % HV
             slot = task // (BLOCKS * HV)
@@ -447,7 +449,8 @@ def project_kernel(
 ):  # fmt: skip
     """What gradients by levels leave to whole rows: l2norm's projection of dq and dk, in place, and scale_sums."""
     BLOCKS: tl.constexpr = (K + BK - 1) // BK
-    for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
+    for step in tl.range(0, tasks - tl.program_id(0), tl.num_programs(0)):
+        task = tl.program_id(0) + step
         slot = task // HV
         hv = task % HV
         at = slot.to(tl.int64) * HV + hv
@@ -540,7 +543,8 @@ def finish_kernel(
     pid = tl.program_id(0)
     first = row_programs * (2 if PARTS else 0)
     if LOOP:
-        for task in tl.range(pid, first + (HV if SCALED or BIAS else 0), tl.num_programs(0)):
+        for step in tl.range(0, first + (HV if SCALED or BIAS else 0) - pid, tl.num_programs(0)):
+            task = pid + step
             if task >= first:
                 if SCALED or BIAS:
                     sum_parameters(task - first, scale_sums, bias_sums, dA_log, ddt_bias, chunk_offsets, N, slots, HV,

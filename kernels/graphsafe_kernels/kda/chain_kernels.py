@@ -276,7 +276,8 @@ def forward_chain_kernel(
     pid = tl.program_id(0)
     if LOOP:
         tl.static_assert(SEGMENTS == 1)
-        for task in tl.range(pid, N * (HV * BLOCKS), tl.num_programs(0)):
+        for step in tl.range(0, N * (HV * BLOCKS) - pid, tl.num_programs(0)):
+            task = pid + step
             forward_chain(
                 task // (BLOCKS * HV), 0, task // BLOCKS % HV, task % BLOCKS, kg, qg, kd, v, correction, scores,
                 vectors, decay, o, states, residuals, intermediates, initial_state, final_state, ends, transitions,
@@ -347,7 +348,8 @@ def backward_chains_kernel(
     pid = tl.program_id(0)
     if LOOP:
         tl.static_assert(SEGMENTS == 1)
-        for number in tl.range(pid, N * (HV * BLOCKS * (RECOMPUTE + 1)), tl.num_programs(0)):
+        for step in tl.range(0, N * (HV * BLOCKS * (RECOMPUTE + 1)) - pid, tl.num_programs(0)):
+            number = pid + step
             task = number // BLOCKS
             reverse = True
             if RECOMPUTE:

@@ -135,7 +135,7 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
     stages = 1 if small else 3 if programs <= 264 and tiles else 2
     # A bounded gate's factors reach 2^115, beyond fp16; the interpreter has no bf16 dots.
     pairs = dtype
-    if problem.safe_gate and dtype == torch.float16:
+    if problem.safe_gate and dtype == torch.float16 and not cores:  # by levels every factor is at most 1
         pairs = torch.bfloat16 if kind.startswith("sm_") else torch.float32
     # Few programs are best narrow, so that no accumulator passes through shared memory; many are best wide, as each
     # loads a chunk's tiles again. A backward has twice as many.

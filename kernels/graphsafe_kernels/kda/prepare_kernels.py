@@ -290,7 +290,8 @@ def prepare_kernel(
     whatever the bound, and there are no tile_decays."""
     pid = tl.program_id(0)
     if LEVELS:
-        for task in tl.range(pid, tasks, tl.num_programs(0)):
+        for step in tl.range(0, tasks - pid, tl.num_programs(0)):
+            task = pid + step
             slot = task // HV
             hv = task % HV
             at = slot.to(tl.int64) * HV + hv

@@ -1,7 +1,8 @@
 """KDA's shipped configurations, as ``compilecheck`` compiles them: what the launches would start, recorded.
 
 Widths 64 and 128 in bf16 and fp16 with a bounded gate, both chunk sizes, with every option and with the fewest, few and
-many sequences. What is known to spill is listed in the kernels' log (docs), not here.
+many sequences; for an Ascend also fp32, 256 wide, and shared heads. What is known to spill is listed in the kernels'
+log (docs), not here.
 """
 
 from __future__ import annotations
@@ -102,6 +103,16 @@ def shipped(policy: Policy) -> Iterator[Shipped]:
         yield from token_by_token(policy.kind, dtype, width, full=full)
     if policy.cores:
         yield from token_by_token(policy.kind, torch.float32, 256, full=True)
+        # the number of sequences is none of the compiler's concern there, and neither is a bound of the gate
+        for dtype, width, chunk_size, full, group in (
+            (torch.bfloat16, 128, 64, True, 1),
+            (torch.bfloat16, 128, 64, False, 4),
+            (torch.float16, 64, 64, True, 1),
+            (torch.bfloat16, 128, 32, True, 1),
+            (torch.float32, 128, 64, True, 1),
+            (torch.bfloat16, 256, 64, True, 1),
+        ):
+            yield from record(policy.kind, dtype, width, chunk_size, 1, full=full, group=group)
         return
     for dtype, width, chunk_size, sequences, full in (
         (torch.bfloat16, 128, 64, 1, True),
