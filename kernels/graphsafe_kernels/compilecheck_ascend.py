@@ -37,7 +37,7 @@ def compile_ascend(shipped: Shipped, target: str) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    options = dict(ARCHITECTURES[target])
+    options = {**ARCHITECTURES[target], **shipped.options}
     arch = options.pop("arch")
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}

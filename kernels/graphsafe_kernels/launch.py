@@ -31,6 +31,9 @@ __all__ = ["PreparedLaunch"]
 MOST_PROGRAMS = 65535
 """What Triton-Ascend accepts of a grid, its axes multiplied."""
 
+NPU_OPTIONS = frozenset({"multibuffer"})
+"""Options of the Ascend compiler; it takes none of the others, and nobody else takes these."""
+
 _interpreter.prepare()
 _knobs: Any = getattr(getattr(triton, "knobs", None), "runtime", None)  # none in Triton-Ascend 3.2
 
@@ -59,7 +62,8 @@ class PreparedLaunch:
         self.constants = constants
         self._kernel = kernel
         self._values = tuple(constants.values())
-        self._options = options
+        self._options = {name: value for name, value in options.items() if name not in NPU_OPTIONS}
+        self._npu_options = {name: value for name, value in options.items() if name in NPU_OPTIONS}
         self._compiled: dict[Any, tuple[Any, ...]] = {}
 
     def bind(self, device: torch.device, programs: int,
@@ -74,7 +78,7 @@ class PreparedLaunch:
                         remedy="Use a smaller bucket, or larger chunks.")
         grid = (programs, 1, 1)
         if _interpreter.interpreted(self._kernel) or device.type != "cuda":
-            options = {} if device.type == "npu" else self._options  # an NPU has no warps
+            options = self._npu_options if device.type == "npu" else self._options
             return lambda *pointers: self._kernel[grid](*pointers, *integers, **self.constants, **options)
         index = device.index
         key = (index, tuple(i is not None and i >= 2**31 for i in integers))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ class Shipped:
 
     ``kernel``: the ``triton.jit`` function; ``name``: what tells it apart from the kernel's others; ``types``: each
     run-time parameter's Triton type, None for an absent pointer; ``constants``: the compile-time parameters;
-    ``registers``: the most a thread may have on an NVIDIA device, 0 where the compiler decides.
+    ``registers``: the most a thread may have on an NVIDIA device, 0 where the compiler decides; ``options``: of the
+    Ascend compiler.
     """
 
     kernel: Any
@@ -55,6 +56,7 @@ class Shipped:
     warps: int
     stages: int = 3
     registers: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def pointer(dtype: torch.dtype | None) -> str | None:

@@ -20,7 +20,7 @@ from graphsafe_kernels.gdn import configurations, constants
 from graphsafe_kernels.gdn.chain_kernels import backward_chains_kernel
 from graphsafe_kernels.gdn.configurations import Configuration
 from graphsafe_kernels.gdn.forward import state_buffers
-from graphsafe_kernels.gdn.launch import launch, options, tile
+from graphsafe_kernels.gdn.launch import grid, heads_first, launch, options, tile
 from graphsafe_kernels.gdn.parallel_kernels import finish_kernel, gradients_kernel
 from graphsafe_kernels.gdn.problem import (
     Gradients,
@@ -60,7 +60,7 @@ def work(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Oper
         x.q.new_empty(problem.sequences, cuts, hv, kw * vw, dtype=torch.float32) if cuts else None,
         x.q.new_empty(slots, hv, 2, dtype=torch.float32) if problem.gate_in_kernel else None,
         x.q.new_empty(*x.v.shape[:3], kw), x.q.new_empty(*x.v.shape[:3], kw),
-        torch.empty_like(x.v), torch.empty_like(x.g), torch.empty_like(x.beta),
+        torch.empty_like(x.v), *(t.new_empty(t.mT.shape if c.heads_first else t.shape) for t in (x.g, x.beta)),
         None if x.initial_state is None else torch.empty_like(x.initial_state),
     )  # fmt: skip
 
@@ -96,7 +96,7 @@ def chains(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Op
     cu_seqlens, _, chunk_offsets = boundaries(tables)
     programs = (1 + recompute) * problem.sequences * fixed["SEGMENTS"] * hv * triton.cdiv(vw, bv)
     launch(
-        backward_chains_kernel, programs,
+        backward_chains_kernel, grid(c, programs),
         (x.q, x.k, x.v, do, *prepared[:6], w.dstates, w.dv, x.initial_state, dfinal_state, w.dinitial_state,
         prepared.ends, prepared.transitions, w.dends,
         tile(x.q, problem.heads * kw, (bt, bk), tiles), tile(x.k, problem.heads * kw, (bt, bk), tiles),
@@ -114,9 +114,10 @@ def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x:
               do: torch.Tensor, w: Work) -> None:  # fmt: skip
     """Launch the parallel half. What was dw in dv becomes dv."""
     block = (c.gradient_value_block, c.gradient_key_block)
+    g = heads_first(x.g, c) if problem.gate_in_kernel else x.g  # read for the slope alone
     launch(
-        gradients_kernel, slot_count(problem, tables) * problem.value_heads,
-        (x.q, x.k, do, w.dv, x.g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
+        gradients_kernel, grid(c, slot_count(problem, tables) * problem.value_heads),
+        (x.q, x.k, do, w.dv, g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
          w.dstates, prepared.residuals, w.dq, w.dk, w.dg, w.dbeta, w.gate_sums,
          tile(prepared.states, c.key_block, block, c.state_tiles),
          tile(w.dstates, c.key_block, block, c.state_tiles), *boundaries(tables)),
@@ -137,7 +138,7 @@ def finish(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Op
     programs = 2 * row_programs + problem.value_heads * problem.gate_in_kernel
     cu_seqlens, _, chunk_offsets = boundaries(tables)
     launch(
-        finish_kernel, programs,
+        finish_kernel, grid(c, programs, 1),
         (x.q, x.k, w.dq, w.dk, dq, dk, w.gate_sums, dA_log, ddt_bias, cu_seqlens, chunk_offsets),
         (problem.rows, problem.sequences, slot_count(problem, tables), row_programs),
         constants.finish(problem, c, tables is not None, x.dt_bias is not None), options(c, 4, 1),
@@ -157,4 +158,5 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, prepared
     chains(problem, tables, c, x, prepared, do, dfinal_state, w, recompute=recompute)
     gradients(problem, tables, c, x, prepared, do, w)
     dq, dk, dA_log, ddt_bias = finish(problem, tables, c, x, w)
-    return Gradients(dq, dk, w.dv, w.dg, w.dbeta, dA_log, ddt_bias, w.dinitial_state)
+    dg, dbeta = (heads_first(t, c) for t in (w.dg, w.dbeta))
+    return Gradients(dq, dk, w.dv, dg, dbeta, dA_log, ddt_bias, w.dinitial_state)

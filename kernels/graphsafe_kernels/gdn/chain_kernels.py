@@ -20,6 +20,7 @@ from graphsafe_kernels.delta.overlap_kernels import follow
 from graphsafe_kernels.delta.row_kernels import locate_sequence, state_offsets
 from graphsafe_kernels.gdn.segment_kernels import segment_gradient, segment_state
 from graphsafe_kernels.gdn.step_kernels import forward_step, reverse_step
+from graphsafe_kernels.gdn.task_kernels import load_state_tile, store_state_tile, turns
 
 
 @triton.jit
@@ -45,7 +46,7 @@ def forward_chain(
     whole = chunks
     if SEGMENTS == 1:
         if INITIAL:
-            S = tl.load(initial_state + base + at, mask=mask, other=0.0).to(tl.float32)
+            S = load_state_tile(initial_state + base, at, mask, i_v, K, V, BK, BV, V_FIRST).to(tl.float32)
         else:
             S = tl.zeros([BV, BK], tl.float32)
     else:
@@ -71,10 +72,10 @@ def forward_chain(
             )  # fmt: skip
     if FINAL:
         if SEGMENTS == 1:
-            tl.store(final_state + base + at, S, mask=mask)
+            store_state_tile(final_state + base, S, at, mask, i_v, K, V, BK, BV, V_FIRST)
         else:
             if segment == tl.maximum(length - 1, 0) // BT // span:
-                tl.store(final_state + base + at, S, mask=mask)
+                store_state_tile(final_state + base, S, at, mask, i_v, K, V, BK, BV, V_FIRST)
 
 
 @triton.jit
@@ -99,7 +100,7 @@ def reverse_chain(
     end = chunks
     if SEGMENTS == 1:
         if FINAL:
-            D = tl.load(dfinal_state + base + at, mask=mask, other=0.0).to(tl.float32)
+            D = load_state_tile(dfinal_state + base, at, mask, i_v, K, V, BK, BV, V_FIRST).to(tl.float32)
         else:
             D = tl.zeros([BV, BK], tl.float32)
     else:
@@ -125,7 +126,7 @@ def reverse_chain(
         )  # fmt: skip
     if INITIAL:
         if segment == 0:
-            tl.store(dinitial_state + base + at, D, mask=mask)
+            store_state_tile(dinitial_state + base, D, at, mask, i_v, K, V, BK, BV, V_FIRST)
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT", "span"])
@@ -135,8 +136,8 @@ def forward_chain_kernel(
     transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
-    SAVE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr, OVERLAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SAVE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr, LOOP: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output and final state. One program per sequence, segment, value head and block of BV columns, blocks fastest.
 
@@ -147,38 +148,43 @@ def forward_chain_kernel(
     follow(OVERLAP)
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
-    task = pid // (BLOCKS * HV)
-    forward_chain(
-        task // SEGMENTS, task % SEGMENTS, pid // BLOCKS % HV, pid % BLOCKS, q, k, v, correction, scores, vectors,
-        decay, o, states, residuals, initial_state, final_state, ends, transitions, q_tiles, k_tiles, v_tiles,
-        correction_tiles, scores_tiles, states_tiles, residuals_tiles, o_tiles, transitions_tiles, cu_seqlens,
-        chunk_offsets, T, NT, span, H, HV, K, V, BT, BK, BV, PACKED, INITIAL, FINAL, V_FIRST, True, SAVE, TILES, STAGES,
-        SEGMENTS, PRECISION,
-    )  # fmt: skip
+    if LOOP:
+        for turn in tl.range(0, turns(pid, N * SEGMENTS * HV * BLOCKS)):
+            at = pid + turn * tl.num_programs(0)
+            task = at // (BLOCKS * HV)
+            forward_chain(
+                task // SEGMENTS, task % SEGMENTS, at // BLOCKS % HV, at % BLOCKS, q, k, v, correction, scores, vectors,
+                decay, o, states, residuals, initial_state, final_state, ends, transitions, q_tiles, k_tiles, v_tiles,
+                correction_tiles, scores_tiles, states_tiles, residuals_tiles, o_tiles, transitions_tiles, cu_seqlens,
+                chunk_offsets, T, NT, span, H, HV, K, V, BT, BK, BV, PACKED, INITIAL, FINAL, V_FIRST, True, SAVE, TILES,
+                STAGES, SEGMENTS, PRECISION,
+            )  # fmt: skip
+    else:
+        task = pid // (BLOCKS * HV)
+        forward_chain(
+            task // SEGMENTS, task % SEGMENTS, pid // BLOCKS % HV, pid % BLOCKS, q, k, v, correction, scores, vectors,
+            decay, o, states, residuals, initial_state, final_state, ends, transitions, q_tiles, k_tiles, v_tiles,
+            correction_tiles, scores_tiles, states_tiles, residuals_tiles, o_tiles, transitions_tiles, cu_seqlens,
+            chunk_offsets, T, NT, span, H, HV, K, V, BT, BK, BV, PACKED, INITIAL, FINAL, V_FIRST, True, SAVE, TILES,
+            STAGES, SEGMENTS, PRECISION,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "span"])
-def backward_chains_kernel(
-    q, k, v, do, correction, scores, vectors, decay, states, residuals, dstates, dw,
+@triton.jit
+def backward_chains(
+    program, q, k, v, do, correction, scores, vectors, decay, states, residuals, dstates, dw,
     initial_state, dfinal_state, dinitial_state, ends, transitions, dends,
     q_tiles, k_tiles, v_tiles, do_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles, dstates_tiles,
     dw_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
     RECOMPUTE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, STATE_STAGES: tl.constexpr,
-    SEGMENTS: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Both chains of the backward in one launch: the reverse chain, and with RECOMPUTE the state chain beside it.
-
-    Grid: (RECOMPUTE + 1) programs per sequence, segment, value head and block. Writes dstates (the gradient of the
-    state behind each chunk, laid out like states), dw ``[tokens, HV, V]``, dinitial_state, and with RECOMPUTE the
-    states before each chunk and the residuals, as :func:`forward_chain_kernel` does.
-    """
-    follow(OVERLAP)
+    """What one program of ``backward_chains_kernel`` does, or one task."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    i_v = pid % BLOCKS
-    task = pid // BLOCKS
+    i_v = program % BLOCKS
+    task = program // BLOCKS
     state = 0
     if RECOMPUTE:
         state = task % 2
@@ -203,3 +209,43 @@ def backward_chains_kernel(
                 HV, K, V, BT, BK, BV, PACKED, INITIAL, False, V_FIRST, False, True, TILES, STATE_STAGES, SEGMENTS,
                 PRECISION,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "N", "NT", "span"])
+def backward_chains_kernel(
+    q, k, v, do, correction, scores, vectors, decay, states, residuals, dstates, dw,
+    initial_state, dfinal_state, dinitial_state, ends, transitions, dends,
+    q_tiles, k_tiles, v_tiles, do_tiles, correction_tiles, scores_tiles, states_tiles, residuals_tiles, dstates_tiles,
+    dw_tiles, transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr,
+    RECOMPUTE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, STATE_STAGES: tl.constexpr,
+    SEGMENTS: tl.constexpr, LOOP: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both chains of the backward in one launch: the reverse chain, and with RECOMPUTE the state chain beside it.
+
+    Grid: (RECOMPUTE + 1) programs per sequence, segment, value head and block. Writes dstates (the gradient of the
+    state behind each chunk, laid out like states), dw ``[tokens, HV, V]``, dinitial_state, and with RECOMPUTE the
+    states before each chunk and the residuals, as :func:`forward_chain_kernel` does.
+    """
+    follow(OVERLAP)
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    if LOOP:
+        for turn in tl.range(0, turns(pid, (2 if RECOMPUTE else 1) * N * SEGMENTS * HV * BLOCKS)):
+            task = pid + turn * tl.num_programs(0)
+            backward_chains(
+                task, q, k, v, do, correction, scores, vectors, decay, states, residuals, dstates, dw, initial_state,
+                dfinal_state, dinitial_state, ends, transitions, dends, q_tiles, k_tiles, v_tiles, do_tiles,
+                correction_tiles, scores_tiles, states_tiles, residuals_tiles, dstates_tiles, dw_tiles,
+                transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span, H, HV, K, V, BT, BK, BV, PACKED, INITIAL,
+                FINAL, V_FIRST, RECOMPUTE, TILES, STAGES, STATE_STAGES, SEGMENTS, PRECISION,
+            )  # fmt: skip
+    else:
+        backward_chains(
+            pid, q, k, v, do, correction, scores, vectors, decay, states, residuals, dstates, dw,
+            initial_state, dfinal_state, dinitial_state, ends, transitions, dends, q_tiles, k_tiles, v_tiles, do_tiles,
+            correction_tiles, scores_tiles, states_tiles, residuals_tiles, dstates_tiles, dw_tiles,
+            transitions_tiles, cu_seqlens, chunk_offsets, T, N, NT, span, H, HV, K, V, BT, BK, BV, PACKED, INITIAL,
+            FINAL, V_FIRST, RECOMPUTE, TILES, STAGES, STATE_STAGES, SEGMENTS, PRECISION,
+        )  # fmt: skip

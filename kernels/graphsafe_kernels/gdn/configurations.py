@@ -8,6 +8,7 @@ Requirements
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from graphsafe_kernels.delta.overlap_kernels import AVAILABLE
+from graphsafe_kernels.policy import policy_for
 
 if TYPE_CHECKING:
     from graphsafe_kernels.gdn.problem import Problem
@@ -62,6 +64,8 @@ class Configuration:
     reverse_span: int  # the same in the backward; 0 or span
     beside: bool  # a lone sequence's second segment is prepared beside the first one's states
     overlap: bool
+    cores: int  # programs of a grid whose programs walk tasks; 0: one task a program
+    heads_first: bool  # gates and their gradients are read and written as [batch, HV, T]
 
 
 def _power(n: int) -> int:
@@ -78,7 +82,32 @@ def device_capability(device: torch.device) -> int:
 
 def configuration(problem: Problem, device: torch.device, dtype: torch.dtype) -> Configuration:
     """The configuration of a call."""
+    policy = policy_for(device)
+    if policy.kind.startswith("ascend"):
+        return choose_ascend(problem, policy.cores, dtype)
     return choose(problem, device_capability(device), dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_ascend(problem: Problem, cores: int, dtype: torch.dtype) -> Configuration:
+    """The configuration for an Ascend: tiles that fit 910B's unified buffer of 192 KiB, and sequences never cut."""
+    key, value = _power(problem.key_width), _power(problem.value_width)
+    block = min(value, 64 if key <= 128 else 32)
+    return dataclasses.replace(
+        choose(problem, 0, dtype),
+        chain_block=block,
+        reverse_block=block,
+        gradient_key_block=min(key, 32),
+        gradient_value_block=block,
+        clear_block=min(value, 64),
+        # Where half precision would need the Newton step, products in fp32 take less of the buffer.
+        half_inverse=False,
+        keep_states=True,  # few cores: no chain runs beside another
+        span=0,
+        reverse_span=0,
+        cores=cores,
+        heads_first=True,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
@@ -153,6 +182,8 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         # A lone sequence in two segments: the first one's states take half the multiprocessors.
         beside=lone and problem.sequences == 1 and problem.chunks <= 2 * span and capability > 0,
         overlap=capability >= 90 and AVAILABLE,
+        cores=0,
+        heads_first=False,
     )
 
 

@@ -20,7 +20,7 @@ from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.gdn import configurations, constants
 from graphsafe_kernels.gdn.chain_kernels import forward_chain_kernel
 from graphsafe_kernels.gdn.configurations import Configuration
-from graphsafe_kernels.gdn.launch import launch, options, tile
+from graphsafe_kernels.gdn.launch import grid, heads_first, launch, options, tile
 from graphsafe_kernels.gdn.prepare_kernels import VECTORS, prepare_kernel
 from graphsafe_kernels.gdn.problem import (
     Operands,
@@ -54,9 +54,9 @@ def prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, x: O
     width, block = problem.heads * problem.key_width, (problem.chunk_size, c.prepare_block)
     limit = {"maxnreg": c.prepare_registers} if c.prepare_registers else {}
     launch(
-        prepare_kernel, slots * problem.value_heads,
-        (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, *prepared[:4], o, tile(x.q, width, block, c.tiles),
-         tile(x.k, width, block, c.tiles), *boundaries(tables)),
+        prepare_kernel, grid(c, slots * problem.value_heads),
+        (x.q, x.k, heads_first(x.g, c), heads_first(x.beta, c), x.A_log, x.dt_bias, *prepared[:4], o,
+         tile(x.q, width, block, c.tiles), tile(x.k, width, block, c.tiles), *boundaries(tables)),
         (problem.scale, problem.tokens, problem.sequences, problem.chunks, first),
         constants.prepare(problem, c, tables is not None, x.dt_bias is not None,
                           tables.tile if isinstance(tables, UnbuiltTables) else 0),
@@ -104,7 +104,7 @@ def chain(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Ope
                                 prepared.states is not None)  # fmt: skip
     cu_seqlens, _, chunk_offsets = boundaries(tables)
     launch(
-        forward_chain_kernel, problem.sequences * fixed["SEGMENTS"] * hv * triton.cdiv(vw, bv),
+        forward_chain_kernel, grid(c, problem.sequences * fixed["SEGMENTS"] * hv * triton.cdiv(vw, bv)),
         (x.q, x.k, x.v, *prepared[:4], o, prepared.states, prepared.residuals, x.initial_state, final_state,
          prepared.ends, prepared.transitions,
         tile(x.q, problem.heads * kw, (bt, bk), tiles), tile(x.k, problem.heads * kw, (bt, bk), tiles),

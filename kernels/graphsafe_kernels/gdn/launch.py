@@ -17,12 +17,29 @@ import torch
 from graphsafe_kernels.gdn.configurations import Configuration
 from graphsafe_kernels.launch import PreparedLaunch
 
-__all__ = ["launch", "options", "tile"]
+__all__ = ["grid", "heads_first", "launch", "npu_options", "options", "tile"]
+
+
+def grid(c: Configuration, tasks: int, units: int = 2) -> int:
+    """The programs for so many tasks: as many as there are cores of ``units`` (2: a cube and two vector units; 1: one
+    vector unit) where programs walk tasks."""
+    return min(tasks, max(1, c.cores // units)) if c.cores else tasks
+
+
+def npu_options(c: Configuration) -> dict[str, Any]:
+    """Options of the Ascend compiler: without copies of buffers, tiles fit."""
+    return {"multibuffer": False} if c.cores else {}
 
 
 def options(c: Configuration, warps: int, stages: int) -> dict[str, Any]:
     """How Triton compiles and launches a kernel."""
-    return {"num_warps": warps, "num_stages": stages, **({"launch_pdl": True} if c.overlap else {})}
+    overlap = {"launch_pdl": True} if c.overlap else {}
+    return {"num_warps": warps, "num_stages": stages, **overlap, **npu_options(c)}
+
+
+def heads_first(t: torch.Tensor, c: Configuration) -> torch.Tensor:
+    """A gate ``[B, T, HV]`` as the kernels read it, ``[B, HV, T]`` where heads come first; and back."""
+    return t.transpose(1, 2).contiguous() if c.heads_first else t
 
 
 def tile(tensor: torch.Tensor | None, width: int, block: tuple[int, int], use: bool) -> Any:

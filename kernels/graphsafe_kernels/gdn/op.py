@@ -26,6 +26,7 @@ from graphsafe_kernels.delta_rule import (
     tables_for,
 )
 from graphsafe_kernels.gdn.problem import UnbuiltTables
+from graphsafe_kernels.policy import policy_for
 from graphsafe_kernels.providers.choice import selectable
 
 __all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
@@ -44,7 +45,7 @@ def _unbuilt(q: torch.Tensor, cu_seqlens: torch.Tensor | None, chunk_size: int,
     """Tables that the kernels write on their way, where none are given and the kernels serve the call."""
     if cu_seqlens is None or any(table is not None for table in given) or q.dtype == torch.float64:
         return None
-    if implementation("chunk_gated_delta_rule", q.device) != "triton":
+    if implementation("chunk_gated_delta_rule", q.device) != "triton" or policy_for(q.device).cores:
         return None
     return UnbuiltTables.of(cu_seqlens, q.shape[1], chunk_size)
 

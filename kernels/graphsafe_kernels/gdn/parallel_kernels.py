@@ -31,19 +31,26 @@ import triton.language as tl
 
 from graphsafe_kernels.delta.gate_kernels import log_gate, log_gate_slope
 from graphsafe_kernels.delta.overlap_kernels import follow
-from graphsafe_kernels.delta.row_kernels import clear_rows, load_rows, locate_slot, padding_rows
+from graphsafe_kernels.delta.row_kernels import IN_ORDER, clear_rows, load_rows, locate_slot, padding_rows
 from graphsafe_kernels.gdn.prepare_kernels import VECTORS
+from graphsafe_kernels.gdn.task_kernels import head_offset, live_slot, slot_count, turns
 
 
 @triton.jit
-def clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-                    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                    WHOLE: tl.constexpr):  # fmt: skip
+def clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, T, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+                    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr,
+                    HEADS_FIRST: tl.constexpr):  # fmt: skip
     """Write zero to padding rows of one value head's gradients, with WHOLE also of its parts of dq and dk."""
     for column in tl.static_range(0, V, BV):
         clear_rows(dv + hv * V, first, end, HV * V, column, V, BT, BV)
-    clear_rows(dg + hv, first, end, HV, 0, 1, BT, 1)
-    clear_rows(dbeta + hv, first, end, HV, 0, 1, BT, 1)
+    if HEADS_FIRST:  # padding is the end of a packed batch
+        r = first + tl.arange(0, BT)
+        at = hv.to(tl.int64) * T + r
+        tl.store(dg + at, tl.zeros([BT], tl.float32).to(dg.dtype.element_ty), mask=r < end)
+        tl.store(dbeta + at, tl.zeros([BT], tl.float32).to(dbeta.dtype.element_ty), mask=r < end)
+    else:
+        clear_rows(dg + hv, first, end, HV, 0, 1, BT, 1)
+        clear_rows(dbeta + hv, first, end, HV, 0, 1, BT, 1)
     if WHOLE:
         for column in tl.static_range(0, K, BK):
             clear_rows(dq + hv * K, first, end, H * K, column, K, BT, BK)
@@ -67,33 +74,21 @@ def value_scores(x, residuals, row, rows, HV: tl.constexpr, V: tl.constexpr, BT:
     return total
 
 
-@triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
-def gradients_kernel(
-    q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq, dk, dg, dbeta, gate_sums,
-    states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale,
-    T, N, NT,
+@triton.jit
+def slot_gradients(
+    slot, hv, q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq, dk, dg, dbeta,
+    gate_sums, states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KEY: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    WHOLE: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, HEADS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per slot and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and
-    becomes dv; dq, dk ``[tokens, HV, K]`` are parts, or with WHOLE the gradients themselves; dg, dbeta
-    ``[tokens, HV]`` for the raw inputs; gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE. States have V and
-    K rounded up to whole blocks."""
+    """One live slot and value head."""
     DT: tl.constexpr = k.dtype.element_ty
-    KEEP: tl.constexpr = BV >= V
+    # On an Ascend the cube unit reads dw by itself, so that it may not yet have become dv.
+    KEEP: tl.constexpr = BV >= V and not IN_ORDER
     STATE_ROWS: tl.constexpr = (V + BV - 1) // BV * BV
     KEY_BLOCK: tl.constexpr = KEY if KEY < 128 else 128  # min() is no constant in Triton 3.2
-    follow(OVERLAP)
-    pid = tl.program_id(0)
-    slot = pid // HV
-    hv = pid % HV
-    if PACKED:
-        if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
-            first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
-            clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV, WHOLE)
-            return
     row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
     hq = hv // (HV // H)
     at = slot.to(tl.int64) * HV + hv
@@ -217,6 +212,8 @@ def gradients_kernel(
     total = tl.cumsum(tl.where(m, p * rq + r * rk + pairs, 0.0), 0, reverse=True)
     total += tl.cumsum(kc, 0) - kc + tl.exp2(last) * tl.sum(inner, 0)
     token = (row + i) * HV + hv
+    if HEADS_FIRST:
+        token = head_offset(slot, row, hv, T, NT, HV, PACKED) + i
     if GATE:
         x = tl.load(g + token, mask=m, other=0.0).to(tl.float32)
         total = tl.where(m, total, 0.0)
@@ -230,7 +227,52 @@ def gradients_kernel(
     if PACKED:
         first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
         if first < end:
-            clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, H, HV, K, V, BT, BK, BV, WHOLE)
+            clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, T, H, HV, K, V, BT, BK, BV, WHOLE, HEADS_FIRST)
+
+
+@triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
+def gradients_kernel(
+    q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq, dk, dg, dbeta, gate_sums,
+    states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale,
+    T, N, NT,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, KEY: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
+    BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    WHOLE: tl.constexpr, LOOP: tl.constexpr, HEADS_FIRST: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per slot and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and
+    becomes dv; dq, dk ``[tokens, HV, K]`` are parts, or with WHOLE the gradients themselves; dg, dbeta
+    ``[tokens, HV]`` for the raw inputs; gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE. States have V and
+    K rounded up to whole blocks."""
+    follow(OVERLAP)
+    pid = tl.program_id(0)
+    if LOOP:
+        for turn in tl.range(0, turns(pid, slot_count(N, NT, PACKED) * HV)):
+            task = pid + turn * tl.num_programs(0)
+            slot = task // HV
+            hv = task % HV
+            if live_slot(slot, chunk_indices, PACKED):
+                slot_gradients(slot, hv, q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates,
+                               residuals, dq, dk, dg, dbeta, gate_sums, states_tiles, dstates_tiles, cu_seqlens,
+                               chunk_indices, chunk_offsets, scale, T, N, NT, H, HV, K, V, BT, BK, BV, KEY, PACKED,
+                               L2NORM, GATE, BIAS, SIGMOID, FACTOR, TILES, STAGES, WHOLE, HEADS_FIRST,
+                               PRECISION)  # fmt: skip
+            elif PACKED:
+                first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
+                clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, T, H, HV, K, V, BT, BK, BV, WHOLE, HEADS_FIRST)
+    else:
+        slot = pid // HV
+        hv = pid % HV
+        if PACKED:
+            if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
+                first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
+                clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, T, H, HV, K, V, BT, BK, BV, WHOLE, HEADS_FIRST)
+                return
+        slot_gradients(slot, hv, q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals,
+                       dq, dk, dg, dbeta, gate_sums, states_tiles, dstates_tiles, cu_seqlens, chunk_indices,
+                       chunk_offsets, scale, T, N, NT, H, HV, K, V, BT, BK, BV, KEY, PACKED, L2NORM, GATE, BIAS,
+                       SIGMOID, FACTOR, TILES, STAGES, WHOLE, HEADS_FIRST, PRECISION)  # fmt: skip
 
 
 @triton.jit
@@ -258,12 +300,47 @@ def sum_parts(
     tl.store(at, total.to(out.dtype.element_ty), mask=(i < T.to(tl.int64) * H)[:, None] & (j < K)[None, :])
 
 
+@triton.jit
+def sum_gates(
+    hv, gate_sums, dA_log, ddt_bias, chunk_offsets, N, slots, HV: tl.constexpr, PACKED: tl.constexpr,
+    BIAS: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """One head's gate parameters' gradients: its partial sums over the live slots, SUMS at a time."""
+    # T is the rows of all sequences here, so a dense batch has every slot live.
+    live = slots
+    if PACKED:
+        live = tl.load(chunk_offsets + N).to(tl.int32)
+    i = tl.arange(0, SUMS)
+    total = 0.0
+    bias = 0.0
+    for first in tl.range(0, live, SUMS):
+        at = gate_sums + ((first + i).to(tl.int64) * HV + hv) * 2
+        total += tl.sum(tl.load(at, mask=first + i < live, other=0.0), 0)
+        bias += tl.sum(tl.load(at + 1, mask=first + i < live, other=0.0), 0)
+    tl.store(dA_log + hv, total.to(dA_log.dtype.element_ty))
+    if BIAS:
+        tl.store(ddt_bias + hv, bias.to(ddt_bias.dtype.element_ty))
+
+
+@triton.jit
+def sum_both(
+    task, q, k, dq_parts, dk_parts, dq, dk, cu_seqlens, T, N, row_programs, H: tl.constexpr, HV: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of dq, or from task ``row_programs`` on of dk."""
+    # two calls, since Triton-Ascend takes no pointer that is chosen at run time
+    if task < row_programs:
+        sum_parts(task, q, dq_parts, dq, cu_seqlens, T, N, H, HV, K, BK, ROWS, PACKED, L2NORM)
+    else:
+        sum_parts(task - row_programs, k, dk_parts, dk, cu_seqlens, T, N, H, HV, K, BK, ROWS, PACKED, L2NORM)
+
+
 @triton.jit(do_not_specialize=["T", "N", "slots", "row_programs"])
 def finish_kernel(
     q, k, dq_parts, dk_parts, dq, dk, gate_sums, dA_log, ddt_bias, cu_seqlens, chunk_offsets, T, N, slots, row_programs,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
     L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    LOOP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sums over value heads, l2norm's projection, and the gate parameters' sums over slots, in fixed orders.
 
@@ -273,27 +350,23 @@ def finish_kernel(
     """
     follow(OVERLAP)
     pid = tl.program_id(0)
-    if GATE:
-        # T is the rows of all sequences here, so a dense batch has every slot live.
-        if pid >= row_programs * (2 if PARTS else 0):
-            hv = pid - row_programs * (2 if PARTS else 0)
-            live = slots
-            if PACKED:
-                live = tl.load(chunk_offsets + N).to(tl.int32)
-            i = tl.arange(0, SUMS)
-            total = 0.0
-            bias = 0.0
-            for first in tl.range(0, live, SUMS):
-                at = gate_sums + ((first + i).to(tl.int64) * HV + hv) * 2
-                total += tl.sum(tl.load(at, mask=first + i < live, other=0.0), 0)
-                bias += tl.sum(tl.load(at + 1, mask=first + i < live, other=0.0), 0)
-            tl.store(dA_log + hv, total.to(dA_log.dtype.element_ty))
-            if BIAS:
-                tl.store(ddt_bias + hv, bias.to(ddt_bias.dtype.element_ty))
-            return
-    if PARTS:
-        # two calls, since Triton-Ascend takes no pointer that is chosen at run time
-        if pid < row_programs:
-            sum_parts(pid, q, dq_parts, dq, cu_seqlens, T, N, H, HV, K, BK, ROWS, PACKED, L2NORM)
-        else:
-            sum_parts(pid - row_programs, k, dk_parts, dk, cu_seqlens, T, N, H, HV, K, BK, ROWS, PACKED, L2NORM)
+    heads = row_programs * (2 if PARTS else 0)
+    if LOOP:
+        for turn in tl.range(0, turns(pid, heads + (HV if GATE else 0))):
+            task = pid + turn * tl.num_programs(0)
+            if PARTS:
+                if task < heads:
+                    sum_both(task, q, k, dq_parts, dk_parts, dq, dk, cu_seqlens, T, N, row_programs, H, HV, K, BK, ROWS,
+                             PACKED, L2NORM)  # fmt: skip
+            if GATE:
+                if task >= heads:
+                    sum_gates(task - heads, gate_sums, dA_log, ddt_bias, chunk_offsets, N, slots, HV, PACKED, BIAS,
+                              SUMS)  # fmt: skip
+    else:
+        if GATE:
+            if pid >= heads:
+                sum_gates(pid - heads, gate_sums, dA_log, ddt_bias, chunk_offsets, N, slots, HV, PACKED, BIAS, SUMS)
+                return
+        if PARTS:
+            sum_both(pid, q, k, dq_parts, dk_parts, dq, dk, cu_seqlens, T, N, row_programs, H, HV, K, BK, ROWS, PACKED,
+                     L2NORM)  # fmt: skip

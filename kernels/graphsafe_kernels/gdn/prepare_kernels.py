@@ -24,8 +24,9 @@ import triton.language as tl
 from graphsafe_kernels.delta.gate_kernels import LOG2E, activated_beta, log_gate
 from graphsafe_kernels.delta.inverse_kernels import correction_tile, refine_tile
 from graphsafe_kernels.delta.overlap_kernels import follow
-from graphsafe_kernels.delta.row_kernels import clear_rows, locate_slot, padding_rows
+from graphsafe_kernels.delta.row_kernels import IN_ORDER, clear_rows, locate_slot, padding_rows
 from graphsafe_kernels.delta.table_kernels import find_slot, padding_between, write_tables
+from graphsafe_kernels.gdn.task_kernels import head_offset, live_slot, slot_count, turns
 
 LOWEST: tl.constexpr = tl.constexpr(-160.0)
 """A gate of 2^-160 is zero in fp32; bounding it there changes no product and keeps the sums G exact enough."""
@@ -53,52 +54,33 @@ def key_products(k, base, m, G, rk, K: tl.constexpr, BT: tl.constexpr, BK: tl.co
     return KK * between * rk[:, None] * rk[None, :]
 
 
-@triton.jit(do_not_specialize=["scale", "T", "N", "NT", "first_slot"])
-def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, correction, scores, vectors, decay, o, q_tiles, k_tiles, cu_seqlens, chunk_indices,
-    chunk_offsets, scale, T, N, NT, first_slot,
+@triton.jit
+def clear_output(o, hv, first, end, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
+    """Write zero to padding rows of one head's output."""
+    for column in tl.static_range(0, V, BV):
+        clear_rows(o + hv * V, first, end, HV * V, column, V, BT, BV)
+
+
+@triton.jit
+def prepare_slot(
+    slot, hv, row, rows, used, q, k, g, beta, A_log, dt_bias, correction, scores, vectors, decay, o, q_tiles, k_tiles,
+    cu_seqlens, chunk_offsets, scale, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, INVERSE: tl.constexpr, REFINE: tl.constexpr,
-    STAGES: tl.constexpr, BUILD: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, BUILD: tl.constexpr, HEADS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per slot from first_slot on and value head, heads fastest. q, k ``[tokens, H, K]``; g, beta
-    ``[tokens, HV]``;
-    A_log, dt_bias ``[HV]``; correction, scores ``[slots, HV, BT, BT]``; vectors ``[slots, HV, 7, BT]`` fp32;
-    decay ``[slots, HV]`` fp32; o ``[tokens, HV, V]`` (padding rows are cleared). INVERSE: fp16, fp32.
-    REFINE: beta may pass 1. BUILD: the tables are written here, the sequences a tile of so many; 0: they are there."""
-    follow(OVERLAP)
-    pid = tl.program_id(0)
-    slot = first_slot + pid // HV
-    hv = pid % HV
-    if PACKED:
-        if BUILD > 0:
-            n, chunk, used = find_slot(slot, cu_seqlens, N, BT, BUILD)
-            if hv == 0:
-                write_tables(slot, n, chunk, cu_seqlens, chunk_indices, chunk_offsets, N, BT, BUILD)
-            unused = n >= N
-        else:
-            unused = tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0
-        if unused:
-            if BUILD > 0:
-                first, end = padding_between(slot, tl.load(cu_seqlens + N).to(tl.int32), used, T, True, BT)
-            else:
-                first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
-            for column in tl.static_range(0, V, BV):
-                clear_rows(o + hv * V, first, end, HV * V, column, V, BT, BV)
-            return
-    if PACKED and BUILD > 0:
-        row = tl.load(cu_seqlens + n).to(tl.int64)
-        rows = tl.load(cu_seqlens + n + 1).to(tl.int32) - row.to(tl.int32) - chunk * BT
-        row += chunk * BT
-        rows = tl.minimum(rows, BT)
-    else:
-        row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
+    """One live slot and value head, its first row and valid rows; ``used`` slots are live, with BUILD."""
     hq = hv // (HV // H)
     i = tl.arange(0, BT)
     m = i < rows
-    gate = tl.load(g + row * HV + hv + i * HV, mask=m, other=0.0).to(tl.float32)
-    b = tl.load(beta + row * HV + hv + i * HV, mask=m, other=0.0)
+    if HEADS_FIRST:
+        token = head_offset(slot, row, hv, T, NT, HV, PACKED) + i
+        gate = tl.load(g + token, mask=m, other=0.0).to(tl.float32)
+        b = tl.load(beta + token, mask=m, other=0.0)
+    else:
+        gate = tl.load(g + row * HV + hv + i * HV, mask=m, other=0.0).to(tl.float32)
+        b = tl.load(beta + row * HV + hv + i * HV, mask=m, other=0.0)
     if TILES:
         KK = tl.zeros([BT, BT], tl.float32)
         QK = tl.zeros([BT, BT], tl.float32)
@@ -157,11 +139,14 @@ def prepare_kernel(
     low = (i[:, None] >= i[None, :]) & m[:, None]
     P = tl.where(low, QK * between * (rq * scale)[:, None] * rk[None, :], 0.0)
     tl.store(scores + tile, P.to(scores.dtype.element_ty))
-    # What is in the layout of products reaches other vectors' through memory: by registers it takes two barriers each.
-    tl.debug_barrier()
-    Gm = tl.load(vec + 4 * BT)
-    rkm = tl.load(vec + 5 * BT)
-    rqm = tl.load(vec + 6 * BT)
+    Gm, rkm, rqm = G, rk, rq
+    if not IN_ORDER:
+        # What is in the layout of products reaches other vectors' through memory: by registers it takes two barriers
+        # each.
+        tl.debug_barrier()
+        Gm = tl.load(vec + 4 * BT)
+        rkm = tl.load(vec + 5 * BT)
+        rqm = tl.load(vec + 6 * BT)
     C = tl.where(low, KK * between * rk[:, None] * rk[None, :], 0.0)
     X = correction_tile(C, b, BT, tl.float16 if INVERSE == "fp16" else tl.float32, PRECISION)
     grown = tl.exp2(Gm)
@@ -194,5 +179,68 @@ def prepare_kernel(
         else:
             first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
         if first < end:
-            for column in tl.static_range(0, V, BV):
-                clear_rows(o + hv * V, first, end, HV * V, column, V, BT, BV)
+            clear_output(o, hv, first, end, HV, V, BT, BV)
+
+
+@triton.jit(do_not_specialize=["scale", "T", "N", "NT", "first_slot"])
+def prepare_kernel(
+    q, k, g, beta, A_log, dt_bias, correction, scores, vectors, decay, o, q_tiles, k_tiles, cu_seqlens, chunk_indices,
+    chunk_offsets, scale, T, N, NT, first_slot,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, INVERSE: tl.constexpr, REFINE: tl.constexpr,
+    STAGES: tl.constexpr, BUILD: tl.constexpr, LOOP: tl.constexpr, HEADS_FIRST: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per slot from first_slot on and value head, heads fastest; with LOOP programs walk all of them. q, k
+    ``[tokens, H, K]``; g, beta ``[tokens, HV]``, with HEADS_FIRST ``[batch, HV, T]``; A_log, dt_bias ``[HV]``;
+    correction, scores ``[slots, HV, BT, BT]``; vectors ``[slots, HV, 7, BT]`` fp32; decay ``[slots, HV]`` fp32; o
+    ``[tokens, HV, V]`` (padding rows are cleared). INVERSE: fp16, fp32. REFINE: beta may pass 1. BUILD: the tables are
+    written here, the sequences a tile of so many; 0: they are there, as they are with LOOP."""
+    follow(OVERLAP)
+    pid = tl.program_id(0)
+    if LOOP:
+        tl.static_assert(BUILD == 0, "programs that walk tasks read the tables")
+        for turn in tl.range(0, turns(pid, slot_count(N, NT, PACKED) * HV)):
+            task = pid + turn * tl.num_programs(0)
+            slot = task // HV
+            hv = task % HV
+            if live_slot(slot, chunk_indices, PACKED):
+                row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
+                prepare_slot(slot, hv, row, rows, 0, q, k, g, beta, A_log, dt_bias, correction, scores, vectors, decay,
+                             o, q_tiles, k_tiles, cu_seqlens, chunk_offsets, scale, T, N, NT, H, HV, K, V, BT, BK, BV,
+                             PACKED, L2NORM, GATE, BIAS, SIGMOID, FACTOR, TILES, INVERSE, REFINE, STAGES, 0,
+                             HEADS_FIRST, PRECISION)  # fmt: skip
+            elif PACKED:
+                first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
+                clear_output(o, hv, first, end, HV, V, BT, BV)
+    else:
+        slot = first_slot + pid // HV
+        hv = pid % HV
+        used = 0
+        if PACKED:
+            if BUILD > 0:
+                n, chunk, used = find_slot(slot, cu_seqlens, N, BT, BUILD)
+                if hv == 0:
+                    write_tables(slot, n, chunk, cu_seqlens, chunk_indices, chunk_offsets, N, BT, BUILD)
+                unused = n >= N
+            else:
+                unused = tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0
+            if unused:
+                if BUILD > 0:
+                    first, end = padding_between(slot, tl.load(cu_seqlens + N).to(tl.int32), used, T, True, BT)
+                else:
+                    first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
+                clear_output(o, hv, first, end, HV, V, BT, BV)
+                return
+        if PACKED and BUILD > 0:
+            row = tl.load(cu_seqlens + n).to(tl.int64)
+            rows = tl.load(cu_seqlens + n + 1).to(tl.int32) - row.to(tl.int32) - chunk * BT
+            row += chunk * BT
+            rows = tl.minimum(rows, BT)
+        else:
+            row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
+        prepare_slot(slot, hv, row, rows, used, q, k, g, beta, A_log, dt_bias, correction, scores, vectors, decay, o,
+                     q_tiles, k_tiles, cu_seqlens, chunk_offsets, scale, T, N, NT, H, HV, K, V, BT, BK, BV, PACKED,
+                     L2NORM, GATE, BIAS, SIGMOID, FACTOR, TILES, INVERSE, REFINE, STAGES, BUILD, HEADS_FIRST,
+                     PRECISION)  # fmt: skip

@@ -8,22 +8,42 @@ Requirements
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 import triton
 
 from graphsafe_kernels.delta_rule import DeltaRuleOptions
 from graphsafe_kernels.gdn.launch import launch
 from graphsafe_kernels.gdn.recurrent_kernels import recurrent_kernel
+from graphsafe_kernels.policy import policy_for
 from graphsafe_kernels.reference import recurrent as reference
 
-__all__ = ["fused_recurrent_gated_delta_rule"]
+__all__ = ["WARPS", "constants", "fused_recurrent_gated_delta_rule"]
 
 STATE_TILE = 4096
 """Numbers of a state that a program holds, at most: 32 a thread."""
 
+WARPS = 4
+
 
 def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def constants(heads: int, value_heads: int, key_width: int, value_width: int, options: DeltaRuleOptions,
+              given: Collection[str], *, loop: bool) -> dict[str, Any]:  # fmt: skip
+    """Compile-time constants of the kernel; ``given``: names of the operands that may be absent and are not."""
+    key_block = _power(key_width)
+    return {
+        "H": heads, "HV": value_heads, "K": key_width, "V": value_width, "BK": key_block,
+        "BV": min(_power(value_width), max(1, STATE_TILE // key_block)), "PACKED": "cu_seqlens" in given,
+        "L2NORM": options.qk_l2norm, "GATE": options.gate_in_kernel, "BIAS": "dt_bias" in given,
+        "SIGMOID": options.beta_scale is not None, "FACTOR": options.beta_scale or 1.0, "HAS_G": "g" in given,
+        "HAS_GK": "gk" in given, "HAS_GV": "gv" in given, "INITIAL": "initial_state" in given,
+        "FINAL": options.output_final_state, "V_FIRST": options.state_v_first, "LOOP": loop,
+    }  # fmt: skip
 
 
 def fused_recurrent_gated_delta_rule(
@@ -46,17 +66,12 @@ def fused_recurrent_gated_delta_rule(
     if options.output_final_state:
         widths = (value_width, key_width) if options.state_v_first else (key_width, value_width)
         final_state = q.new_empty(sequences, value_heads, *widths, dtype=torch.float32)
-    key_block = _power(key_width)
-    block = min(_power(value_width), max(1, STATE_TILE // key_block))
-    constants = {
-        "H": heads, "HV": value_heads, "K": key_width, "V": value_width, "BK": key_block, "BV": block,
-        "PACKED": cu_seqlens is not None, "L2NORM": options.qk_l2norm, "GATE": options.gate_in_kernel,
-        "BIAS": dt_bias is not None, "SIGMOID": options.beta_scale is not None, "FACTOR": options.beta_scale or 1.0,
-        "HAS_G": g is not None, "HAS_GK": gk is not None, "HAS_GV": gv is not None,
-        "INITIAL": initial_state is not None, "FINAL": final_state is not None, "V_FIRST": options.state_v_first,
-    }  # fmt: skip
+    policy = policy_for(q.device)
+    given = {"g": g, "gk": gk, "gv": gv, "dt_bias": dt_bias, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    sizes = constants(heads, value_heads, key_width, value_width, options,
+                      {name for name, t in given.items() if t is not None}, loop=policy.cores > 0)  # fmt: skip
     launch(
-        recurrent_kernel, sequences * value_heads * triton.cdiv(value_width, block),
-        (*operands, o, final_state, cu_seqlens), (options.scale, tokens, sequences), constants, {"num_warps": 4},
+        recurrent_kernel, policy.programs(sequences * value_heads * triton.cdiv(value_width, sizes["BV"])),
+        (*operands, o, final_state, cu_seqlens), (options.scale, tokens, sequences), sizes, {"num_warps": WARPS},
     )  # fmt: skip
     return o, final_state

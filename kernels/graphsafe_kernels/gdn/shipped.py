@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-from graphsafe_kernels.gdn import constants
+from graphsafe_kernels.delta_rule import DeltaRuleOptions
+from graphsafe_kernels.gdn import constants, recurrent
 from graphsafe_kernels.gdn.chain_kernels import backward_chains_kernel, forward_chain_kernel
-from graphsafe_kernels.gdn.configurations import Configuration, choose
+from graphsafe_kernels.gdn.configurations import Configuration, choose, choose_ascend
+from graphsafe_kernels.gdn.launch import npu_options
 from graphsafe_kernels.gdn.parallel_kernels import finish_kernel, gradients_kernel
 from graphsafe_kernels.gdn.prepare_kernels import prepare_kernel
 from graphsafe_kernels.gdn.problem import FEW_SEQUENCES, Problem, segments
@@ -31,6 +33,8 @@ _TABLES = {"cu_seqlens": "*i32", "chunk_indices": "*i32", "chunk_offsets": "*i32
 
 def shipped(policy: Policy) -> Iterator[Shipped]:
     """Every kernel in every configuration that is expected to compile without spills for ``policy``."""
+    if policy.kind.startswith("ascend"):
+        yield from _shipped_for_ascend(policy)
     if not policy.kind.startswith("sm_"):
         return
     capability = int(policy.kind.removeprefix("sm_"))
@@ -48,6 +52,37 @@ def shipped(policy: Policy) -> Iterator[Shipped]:
                           gate_in_kernel=full, beta_scale=2.0 if full else None,
                           state_v_first=full and sequences > 1)  # fmt: skip
         yield from _kernels(problem, choose(problem, capability, dtype), dtype, full, capability)
+
+
+def _shipped_for_ascend(policy: Policy) -> Iterator[Shipped]:
+    """Every dtype, chunk size and width, states in both layouts; not all combined, for time."""
+    for dtype, width, chunk_size, full, v_first in (
+        (torch.bfloat16, 128, 64, True, False),
+        (torch.float32, 128, 64, True, True),
+        (torch.float16, 64, 64, False, False),
+        (torch.bfloat16, 128, 32, True, True),
+        (torch.float32, 64, 16, True, False),
+        (torch.float32, 256, 64, True, False),
+    ):
+        beta_scale = 2.0 if full else None
+        problem = Problem(1, 8192, 16, 32, width, width, 32, chunk_size, width**-0.5, qk_l2norm=True,
+                                 gate_in_kernel=full, beta_scale=beta_scale, state_v_first=v_first)  # fmt: skip
+        c = choose_ascend(problem, policy.cores, dtype)
+        yield from _kernels(problem, c, dtype, full, 0)
+        yield _recurrent(problem, dtype, full)
+
+
+def _recurrent(p: Problem, dtype: torch.dtype, full: bool) -> Shipped:
+    """The recurrent kernel on an Ascend; with ``full`` it computes the gate, else it takes every kind of decay."""
+    types = dict.fromkeys(("q", "k", "v", "o"), pointer(dtype)) | {"cu_seqlens": "*i32", **_SCALARS}
+    names = ("A_log", "dt_bias", "g", "initial_state") if full else ("g", "gk", "gv")
+    types |= dict.fromkeys((*names, "beta", "final_state"), "*fp32")
+    options = DeltaRuleOptions(p.scale, output_final_state=True, qk_l2norm=True, gate_in_kernel=full,
+                               beta_scale=p.beta_scale, state_v_first=p.state_v_first)  # fmt: skip
+    sizes = recurrent.constants(p.heads, p.value_heads, p.key_width, p.value_width, options, types, loop=True)
+    kernel = recurrent.recurrent_kernel
+    here = {parameter: types.get(parameter) for parameter in kernel.arg_names if parameter not in sizes}
+    return Shipped(kernel, f"{str(dtype).removeprefix('torch.')} {p.key_width}", here, sizes, recurrent.WARPS)
 
 
 def _kernels(p: Problem, c: Configuration, dtype: torch.dtype, full: bool, capability: int) -> Iterator[Shipped]:
@@ -84,10 +119,10 @@ def _kernels(p: Problem, c: Configuration, dtype: torch.dtype, full: bool, capab
     def entry(kernel: Any, types: dict[str, Any], constants: dict[str, Any], warps: int, stages: int,
               registers: int = 0) -> Shipped:  # fmt: skip
         here = {parameter: types.get(parameter) for parameter in kernel.arg_names if parameter not in constants}
-        return Shipped(kernel, name, here, constants, warps, stages, registers)
+        return Shipped(kernel, name, here, constants, warps, stages, registers, npu_options(c))
 
     types = {**common, **dict.fromkeys(("q_tiles", "k_tiles"), tile(bt, c.prepare_block))}
-    for build in (0, 1 if p.sequences == 1 else FEW_SEQUENCES):
+    for build in (0,) if c.cores else (0, 1 if p.sequences == 1 else FEW_SEQUENCES):
         fixed = constants.prepare(p, c, True, full, build)
         yield entry(prepare_kernel, types, fixed, c.prepare_warps, 1, c.prepare_registers)
     if c.span:
@@ -102,7 +137,7 @@ def _kernels(p: Problem, c: Configuration, dtype: torch.dtype, full: bool, capab
         fixed = constants.chain(p, c, True, full, full, save)
         types = {**common, **token_tiles, "o_tiles": rows_tile, **(kept | kept_tiles if save else {}), **cut(c.span)}
         yield entry(forward_chain_kernel, types, fixed, c.chain_warps, fixed["STAGES"])
-    for recompute in (False, True):
+    for recompute in (False,) if c.cores else (False, True):  # with cores, states are always kept
         fixed = constants.reverse(p, c, True, full, full, recompute)
         types = {**common, **kept, **token_tiles, "dw_tiles": rows_tile, **kept_tiles, **cut(c.reverse_span)}
         yield entry(backward_chains_kernel, types, fixed, c.reverse_warps, c.reverse_stages)

@@ -29,15 +29,33 @@ def halves(X, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def store_part(pointer, X, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
+    """Store X ``[ROWS, COLUMNS]`` with rows STRIDE apart."""
+    tl.store(pointer + tl.arange(0, ROWS)[:, None] * STRIDE + tl.arange(0, COLUMNS)[None, :], X)
+
+
+@triton.jit
+def store_half(pointer, X, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, BYTES: tl.constexpr):
+    """One half of :func:`store_tile`."""
+    if ROWS * COLUMNS * 2 > BYTES:
+        left, right = halves(X, ROWS, COLUMNS)
+        store_part(pointer, left, ROWS, COLUMNS // 2, STRIDE)
+        store_part(pointer + COLUMNS // 2, right, ROWS, COLUMNS // 2, STRIDE)
+    else:
+        store_part(pointer, X, ROWS, COLUMNS, STRIDE)
+
+
+@triton.jit
 def store_tile(pointer, X, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, BYTES: tl.constexpr):
-    """Store X ``[ROWS, COLUMNS]`` with rows STRIDE apart, in parts of at most so many bytes of 2-byte numbers (0: as a
-    whole): the shared memory they pass through leaves room for a second program."""
+    """Store X ``[ROWS, COLUMNS]`` with rows STRIDE apart, in up to four parts of at most so many bytes of 2-byte
+    numbers (0: as a whole): the shared memory they pass through leaves room for a second program."""
+    # two functions, since Triton 3.2 takes none that calls itself
     if BYTES > 0 and ROWS * COLUMNS * 2 > BYTES:
         left, right = halves(X, ROWS, COLUMNS)
-        store_tile(pointer, left, ROWS, COLUMNS // 2, STRIDE, BYTES)
-        store_tile(pointer + COLUMNS // 2, right, ROWS, COLUMNS // 2, STRIDE, BYTES)
+        store_half(pointer, left, ROWS, COLUMNS // 2, STRIDE, BYTES)
+        store_half(pointer + COLUMNS // 2, right, ROWS, COLUMNS // 2, STRIDE, BYTES)
     else:
-        tl.store(pointer + tl.arange(0, ROWS)[:, None] * STRIDE + tl.arange(0, COLUMNS)[None, :], X)
+        store_part(pointer, X, ROWS, COLUMNS, STRIDE)
 
 
 @triton.jit
