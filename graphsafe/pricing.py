@@ -54,11 +54,13 @@ def operator_price(
     value_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
     backward: bool = False,
+    workspace: int = 0,
 ) -> Price:
     """What a bucket's static tensors of ``gdn`` or ``kda`` take: operands, states, tables, output, and gradients.
 
     Shapes as in the operators' documentation: q and k ``[1, T, H, K]``, v and o ``[1, T, HV, V]``, the gate
     ``[1, T, HV]`` (GDN, fp32) or ``[1, T, HV, K]`` (KDA), beta ``[1, T, HV]``, states ``[N, HV, K, V]`` fp32.
+    ``workspace``: bytes that a device's compiler takes beside them for a launch; launches of one graph share them.
     """
     t, n, h, hv = bucket.tokens, bucket.sequences, heads, value_heads or heads
     gate = (1, t, hv) if operator == "gdn" else (1, t, hv, key_dim)
@@ -80,4 +82,6 @@ def operator_price(
     lines = operands + results + tables
     if backward:
         lines += [(f"d{name}", shape, dt) for name, shape, dt in (*operands, *results)]
+    if workspace:
+        lines.append(("workspace", (workspace,), torch.uint8))
     return Price(tuple(PriceLine.of(name, shape, dt) for name, shape, dt in lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from enum import Enum
 from typing import Annotated
@@ -47,6 +48,7 @@ def price(
     dtype: Annotated[Dtype, typer.Option(help="Type of the activations.")] = Dtype.bfloat16,
     chunk_size: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 64,
     backward: Annotated[bool, typer.Option("--backward", help="Include the gradients.")] = False,
+    kind: Annotated[str | None, typer.Option(help="Include the kernels' workspace on a device of this kind.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print the static memory of a bucket: operands, states, tables, results, and gradients if wanted."""
@@ -60,8 +62,18 @@ def price(
         value_dim=value_dim,
         dtype=getattr(torch, dtype.value),
         backward=backward,
+        workspace=0 if kind is None else _workspace(kind),
     )
     typer.echo(_json(capacity, priced)) if as_json else Console().print(_table(capacity, operator.value, priced))
+
+
+def _workspace(kind: str) -> int:
+    """Bytes of workspace that a launch of this project's kernels takes at most."""
+    kinds = importlib.import_module("graphsafe_kernels.policy").KINDS
+    if kind not in kinds:
+        raise error("argument", f"device kind {kind!r}", remedy=f"Known: {', '.join(kinds)}.")
+    workspace: int = kinds[kind].cores * kinds[kind].workspace
+    return workspace
 
 
 def _json(bucket: Bucket, priced: Price) -> str:

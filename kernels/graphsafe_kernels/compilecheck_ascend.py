@@ -4,7 +4,8 @@ Requirements
 ------------
 1. The whole of Triton-Ascend and of the Ascend compiler runs: memory planning refuses what does not fit.
 2. The figures are the compiler's: the bytes of the unified buffer that its plan takes, the workspace a program takes
-   from the pool, the locks. A kernel with locks is a finding: a capture cannot initialise them.
+   from the pool, the locks. A kernel with locks is a finding: a capture cannot initialise them; so is one that takes
+   more workspace than a bucket's price counts.
 3. An environment without Triton-Ascend is an error that says so.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from graphsafe_kernels.policy import KINDS
 from graphsafe_kernels.shipped import Shipped
 
 __all__ = ["ARCHITECTURES", "compile_ascend"]
@@ -59,7 +61,11 @@ def compile_ascend(shipped: Shipped, target: str) -> dict[str, Any]:
         "workspace": max(int(getattr(told, "workspace_size", 0)), 0),
         "locks": locks,
     }
-    return figures | ({"problem": f"needs {locks} locks, which no capture initialises"} if locks else {})
+    if locks:
+        figures["problem"] = f"needs {locks} locks, which no capture initialises"
+    elif figures["workspace"] > KINDS[target].workspace:
+        figures["problem"] = f"takes {figures['workspace']} bytes of workspace; the price has {KINDS[target].workspace}"
+    return figures
 
 
 def _cause(problem: BaseException) -> str:

@@ -65,7 +65,8 @@ class Policy:
     """One device kind.
 
     ``ptx``: inline PTX may be used; ``cores``: a grid has at most this many programs, each walking tasks (0: one task a
-    program).
+    program). ``workspace``: bytes that the compiler takes from the device's memory for a program of any kernel at most;
+    the compile check holds every kernel to it, and a bucket's price counts it.
     """
 
     kind: str
@@ -73,6 +74,7 @@ class Policy:
     cores: int
     tables: TablePolicy
     conv: ConvPolicy
+    workspace: int = 0
 
     def programs(self, tasks: int) -> int:
         """The grid of a kernel with that many tasks."""
@@ -92,6 +94,7 @@ def _ascend(kind: str) -> Policy:
             forward_block=512, forward_lane=512, forward_turn=2, backward_block=512, backward_lane=512, backward_turn=1,
             reduce_block=128, reduce_lanes=8, reduce_warps=1, fast=False,
         ),
+        workspace=768 * 1024,
     )
 
 

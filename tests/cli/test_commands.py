@@ -80,6 +80,19 @@ def test_price_totals_what_it_lists():
     assert priced["bytes"] == operator_price(Bucket(4096, 32), operator="kda", heads=32).bytes
 
 
+def test_price_counts_the_workspace_of_a_kind():
+    from typer.testing import CliRunner
+
+    from graphsafe.cli.app import app
+
+    invoke = lambda *more: CliRunner().invoke(app, ["price", "--bucket", "4096x32", "--json", *more])  # noqa: E731
+    without, with_it, nvidia = (
+        json.loads(invoke(*more).stdout)["bytes"] for more in ((), ("--kind", "ascend910b"), ("--kind", "sm_90"))
+    )
+    assert nvidia == without < with_it
+    assert "ascend910b" in str(invoke("--kind", "sm_3").exception)
+
+
 def test_price_refuses_a_malformed_bucket():
     done = run("price", "--bucket", "4096")
     assert done.returncode == 2
