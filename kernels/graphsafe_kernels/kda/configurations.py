@@ -169,7 +169,7 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         gradient_warps=4 if kind == "sm_90" else 8,  # elsewhere four run out of registers
         clear_block=min(value, 128),
         finish_rows=16,
-        pack=kind.startswith("sm_"),
+        pack=kind in ("sm_90", "sm_100"),  # elsewhere it takes registers that there are not
         keep_tiles=tile_bytes <= KEPT_BYTES,
         precision="tf32x3" if kind.startswith("sm_") else "ieee",
         half_inverse=not wide and not cores and problem.qk_l2norm,
