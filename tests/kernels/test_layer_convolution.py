@@ -8,6 +8,7 @@ import torch
 from graphsafe.errors import GraphSafeError
 from graphsafe_kernels.layers import convolve as module
 from graphsafe_kernels.layers.convolve import convolve
+from graphsafe_kernels.providers import using
 from graphsafe_kernels.tables import build_tables
 
 NAN = float("nan")
@@ -134,3 +135,12 @@ def test_what_is_wrong_is_refused_by_name(device):
     case.layout["cu_seqlens"][1] = 2
     with pytest.raises(GraphSafeError, match="cu_seqlens"):
         torch.autograd.grad(y.q, leaf, case.gradients[0])
+
+
+def test_another_provider_of_the_convolution_serves_it(device, launches):
+    case = Case(device, "equal", "none")
+    with using("reference", "causal_conv1d"):
+        launches.clear()
+        y = case.forward()
+        assert "conv_forward_kernel" not in launches
+    assert torch.allclose(y.q, case.forward().q, rtol=1e-4, atol=1e-5)

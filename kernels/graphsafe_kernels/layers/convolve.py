@@ -23,7 +23,7 @@ from graphsafe_kernels.backend import implementation, resolve
 from graphsafe_kernels.conv import causal_conv1d
 from graphsafe_kernels.conv.op import check_operands
 from graphsafe_kernels.layers.split import split
-from graphsafe_kernels.providers.choice import DEFAULT, chosen
+from graphsafe_kernels.providers.choice import own_serves
 from graphsafe_kernels.reference.once import first_order_only
 from graphsafe_kernels.reference.rows import SavedBoundaries
 
@@ -107,7 +107,7 @@ def _in_place(projected: torch.Tensor, widths: tuple[int, int, int], taps: int) 
     """Whether the kernels write q, k and v apart; see requirement 2."""
     if projected.device.type == "npu" or projected.dtype == torch.float64 or widths[0] != widths[1]:
         return False
-    if implementation("causal_conv1d", projected.device) != "triton" or chosen("causal_conv1d").name != DEFAULT:
+    if implementation("causal_conv1d", projected.device) != "triton" or not own_serves("causal_conv1d"):
         return False
     from graphsafe_kernels.conv.launch import MAX_TAPS
 

@@ -28,7 +28,7 @@ from graphsafe_kernels.backend import only_reference
 from graphsafe_kernels.providers.registry import ENTRY_POINTS, get_provider, known_providers
 from graphsafe_kernels.providers.service import OPERATORS, Provider, request_of
 
-__all__ = ["DEFAULT", "ENVIRONMENT_VARIABLE", "chosen", "selectable", "serve", "survey", "using"]
+__all__ = ["DEFAULT", "ENVIRONMENT_VARIABLE", "chosen", "own_serves", "selectable", "serve", "survey", "using"]
 
 ENVIRONMENT_VARIABLE = "GRAPHSAFE_PROVIDER"
 DEFAULT = "graphsafe"
@@ -64,6 +64,11 @@ def chosen(operator: str, provider: str | None = None) -> Provider:
     found = get_provider(name)
     _say(operator, name, source)
     return found
+
+
+def own_serves(operator: str) -> bool:
+    """Whether this project's own kernels serve ``operator`` now; no provider is loaded to find out."""
+    return _choose(operator, None)[0] == DEFAULT
 
 
 def _choose(operator: str, provider: str | None) -> tuple[str, str]:
