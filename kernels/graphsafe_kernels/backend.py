@@ -59,9 +59,7 @@ TRITON: dict[str, str] = {
 """Operator -> module of its Triton implementation, for the operators whose kernels serve by default."""
 
 DEVICES: dict[str, tuple[str, ...]] = {
-    "chunk_gated_delta_rule": ("cpu", "cuda"),
     "chunk_kda": ("cpu", "cuda"),
-    "fused_recurrent_gated_delta_rule": ("cpu", "cuda"),
 }
 """Operator -> the types of device that its kernels serve, where they have not been shown on all of them."""
 

@@ -1,4 +1,4 @@
-"""The gated delta rule's kernels in a real NPUGraph, at sizes that fit: they do not serve on Ascend yet.
+"""The gated delta rule's kernels in a real NPUGraph, in fp32 and bf16.
 
 One capture, forward and backward; for each layout bitwise equal to eager on the same memory, padding zero with NaN in
 all padding of the inputs, and close to the fp64 reference of the batch alone.
@@ -14,8 +14,7 @@ import torch
 import graphsafe as gs
 from graphsafe.compare import differences
 from graphsafe.testing.layouts import random_lengths
-from graphsafe_kernels import backend
-from graphsafe_kernels.gdn import autograd, chunk_gated_delta_rule
+from graphsafe_kernels.gdn import chunk_gated_delta_rule
 
 BUCKET = gs.Bucket(tokens=80, sequences=4, chunk_size=16)
 HEADS, VALUE_HEADS, WIDTH = 1, 2, 16
@@ -24,15 +23,6 @@ INPUTS = {
 }  # fmt: skip
 SHAPES = {**INPUTS, "do": INPUTS["v"]}
 LAYOUTS = 12
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    monkeypatch.setitem(backend.TRITON, "chunk_gated_delta_rule", autograd.__name__)
-    monkeypatch.delitem(backend.DEVICES, "chunk_gated_delta_rule", raising=False)
-    backend._load.cache_clear()
-    yield
-    backend._load.cache_clear()
 
 
 def forward_backward(x, do, **tables):

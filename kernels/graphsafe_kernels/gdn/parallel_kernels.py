@@ -85,7 +85,7 @@ def slot_gradients(
 ):  # fmt: skip
     """One live slot and value head."""
     DT: tl.constexpr = k.dtype.element_ty
-    # On an Ascend the cube unit reads dw by itself, so that it may not yet have become dv.
+    # On an Ascend the cube unit may load dw by itself: it becomes dv behind the last product of it.
     KEEP: tl.constexpr = BV >= V and not IN_ORDER
     STATE_ROWS: tl.constexpr = (V + BV - 1) // BV * BV
     KEY_BLOCK: tl.constexpr = KEY if KEY < 128 else 128  # min() is no constant in Triton 3.2
