@@ -58,9 +58,7 @@ TRITON: dict[str, str] = {
 }
 """Operator -> module of its Triton implementation, for the operators whose kernels serve by default."""
 
-DEVICES: dict[str, tuple[str, ...]] = {
-    "chunk_kda": ("cpu", "cuda"),
-}
+DEVICES: dict[str, tuple[str, ...]] = {}
 """Operator -> the types of device that its kernels serve, where they have not been shown on all of them."""
 
 OPERATORS = tuple(REFERENCE)
