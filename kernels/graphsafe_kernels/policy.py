@@ -6,11 +6,13 @@ Requirements
    there is no tuning, and nothing depends on T or how much padding there is.
 2. A kind is found without a launch. An NVIDIA device newer than the table takes the newest row not above it; a device
    of no row is refused by name.
-3. Inline PTX and a grid of the cores' size are used where the policy says so and nowhere else.
+3. Inline PTX and a grid of the cores' size are used where the policy says so and nowhere else. How many cores there are
+   is the device's own number where it tells it, else the policy's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from dataclasses import dataclass
@@ -141,4 +143,10 @@ def device_kind(device: torch.device) -> str:
 @functools.lru_cache(maxsize=64)
 def policy_for(device: torch.device) -> Policy:
     """The policy of ``device``; raises rule ``unsupported`` where there is none."""
-    return KINDS[device_kind(device)]
+    policy = KINDS[device_kind(device)]
+    if device.type != "npu":
+        return policy
+    npu: Any = torch.npu  # type: ignore[attr-defined]
+    # not every torch_npu and driver tells the number
+    cores = getattr(npu.get_device_properties(device), "vector_core_num", 0)
+    return dataclasses.replace(policy, cores=cores) if cores > 0 else policy

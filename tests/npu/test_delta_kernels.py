@@ -15,6 +15,7 @@ import graphsafe as gs
 from graphsafe.compare import differences
 from graphsafe.testing.layouts import random_lengths
 from graphsafe_kernels.gdn import chunk_gated_delta_rule
+from graphsafe_kernels.policy import policy_for
 
 BUCKET = gs.Bucket(tokens=80, sequences=4, chunk_size=16)
 HEADS, VALUE_HEADS, WIDTH = 1, 2, 16
@@ -74,3 +75,8 @@ def test_replays_of_the_kernels(dtype, allowed):
                 assert error <= allowed * max(reference.abs().max(), 1), f"{label}: off by {error}"
             assert all(not t[:, total:].any() for t in results), label
         arena.check_canaries()
+
+
+def test_a_grid_has_the_devices_own_number_of_cores():
+    device = gs.get_runtime("npu").device
+    assert policy_for(device).cores == torch.npu.get_device_properties(device).vector_core_num > 0
