@@ -162,7 +162,7 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         prepare_block=min(key, 64 if wide or tiles or capability == 80 else 128),
         prepare_warps=4 if problem.chunk_size >= 32 else 2,
         prepare_stages=3 if tiles and key > 64 else 1,
-        prepare_registers=0 if wide or not capability else 128 if one_wave else 168,
+        prepare_registers=(128 if one_wave else 168) if capability == 90 and not wide else 0,  # 168 spill on sm_100
         clear_block=min(value, 128),
         gradient_key_block=min(key, 32 if narrow else 64),
         gradient_value_block=gradient_block if rows % gradient_block == 0 else chain_block,
