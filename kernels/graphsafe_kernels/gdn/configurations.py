@@ -93,12 +93,15 @@ def choose_ascend(problem: Problem, cores: int, dtype: torch.dtype) -> Configura
     """The configuration for an Ascend: tiles that fit 910B's unified buffer of 192 KiB, and sequences never cut."""
     key, value = _power(problem.key_width), _power(problem.value_width)
     block = min(value, 64 if key <= 128 else 32)
+    # Blocks of V are unrolled in the gradients, and 950's compiler gives each a buffer of its own: few and large ones.
+    rows = -(-problem.value_width // block) * block
+    large = max(key, value) > 128 and rows % 128 == 0
     return dataclasses.replace(
         choose(problem, 0, dtype),
         chain_block=block,
         reverse_block=block,
         gradient_key_block=min(key, 32),
-        gradient_value_block=block,
+        gradient_value_block=128 if large else block,
         clear_block=min(value, 64),
         # Where half precision would need the Newton step, products in fp32 take less of the buffer.
         half_inverse=False,
