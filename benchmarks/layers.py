@@ -10,14 +10,15 @@ and input gradient with the peer's; what the peer chooses at its first call it c
 
 Times are milliseconds, medians; 256 MB written and the device idle before each sample, the arms in turn. Host launches
 are what the profiler sees the host ask of the driver in one step; bytes are the peak of one eager step above what was
-there before, parameters and their gradients aside. A case that fails is told, and the others go on.
+there before, parameters and their gradients aside. This project's arms are timed at every shape first, then all arms in
+turn. A case that fails is told, and the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -286,20 +287,21 @@ def main() -> None:
     if not args.no_peer:
         peers.choose_briefly()
     rt = gs.get_runtime(args.device)
-    make = functools.partial(Case, rt=rt, small=args.small, with_peer=not args.no_peer)
     keep({"device": torch.cuda.get_device_name() if args.device == "cuda" else args.device, "torch": torch.__version__})
     failed = False
-    for kind in kinds:
+    for kind, with_peer in itertools.product(kinds, (False,) if args.no_peer else (False, True)):
         for shape in sorted(shapes, key=lambda s: s != LONGEST):  # the peer chooses at the longest
-            row: dict[str, Any] = {"kind": kind, "shape": shape}
+            row: dict[str, Any] = {"kind": kind, "shape": shape, "peer": with_peer}
             try:
-                measure(make(kind, shape), row, args.samples, launches=shape in ("1024x4", shapes[0]))
+                case = Case(kind, shape, rt, small=args.small, with_peer=with_peer)
+                samples = args.samples if with_peer or args.no_peer else 5
+                measure(case, row, samples, launches=shape in ("1024x4", shapes[0]))
             except Exception as problem:  # the other cases are worth their time
                 traceback.print_exc()
                 row["problem"], failed = repr(problem)[:300], True
             keep(row)
             gc.collect()
-    show([row for row in rows if "kind" in row])
+    show([row for row in rows if row.get("peer") == (not args.no_peer)])
     sys.exit(failed)
 
 
