@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graphsafe as gs
-from kernels import double, tuned
+from cuda_kernels import double, tuned
 
 
 @pytest.fixture(scope="module")
