@@ -154,7 +154,11 @@ def test_an_interruption_ends_with_130_and_a_report(number: int, monkeypatch: py
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(run_module, "prepare", interrupted)
-    done = command("--cases", "mine.json", "--no-html")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
+    try:
+        done = command("--cases", "mine.json", "--no-html")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert done.exit_code == 130
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert "--resume" in done.output
