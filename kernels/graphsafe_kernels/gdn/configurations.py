@@ -163,7 +163,7 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         reverse_stages=1 if small else stages,
         state_stages=1 if small else stages,
         prepare_block=min(key, 64 if wide or tiles or capability == 80 else 128),
-        prepare_warps=4 if problem.chunk_size >= 32 else 2,
+        prepare_warps=2 if problem.chunk_size < 32 else 8 if capability == 80 and problem.chunk_size == 64 else 4,
         prepare_stages=3 if tiles and key > 64 else 1,
         prepare_registers=(128 if one_wave else 168) if capability == 90 and not wide else 0,  # 168 spill on sm_100
         clear_block=min(value, 128),
