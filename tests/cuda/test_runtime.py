@@ -6,9 +6,9 @@ import gc
 
 import pytest
 import torch
+from cuda_kernels import double, tuned
 
 import graphsafe as gs
-from cuda_kernels import double, tuned
 
 
 @pytest.fixture(scope="module")
