@@ -1,10 +1,28 @@
-"""The runtimes under test come from ``--graphsafe-device`` or ``GRAPHSAFE_DEVICE``."""
+"""The runtimes under test come from ``--graphsafe-device`` or ``GRAPHSAFE_DEVICE``.
+
+Where kernels are tested in Triton's interpreter, triton itself is imported for it, here, before a test's import brings it:
+triton decorates functions of its own when it is imported.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
+import pytest
+
+from graphsafe.testing.plugin import devices
+
 pytest_plugins = ["graphsafe.testing.plugin"]
+
+
+def pytest_configure(config):
+    if devices(config) in (["cuda"], ["npu"]):
+        return
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRITON_INTERPRET", "1")
+        with contextlib.suppress(ImportError):  # the tests of kernels say so themselves
+            import triton.language  # noqa: F401
 
 
 def pytest_collection_finish():

@@ -34,8 +34,8 @@ _ALL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**_GDN, **_EXPERTS, "head_dim": 16}),
     "lara-mini": ("LaraMiniConfig", "LaraMiniForCausalLM", {**_GDN, **_EXPERTS, **_LARA}),
 }
-MODELS = {name: model for name, model in _ALL.items() if name != "lara-mini" or hasattr(transformers, model[1])}
-"""Every family; the last came with a later version of ``transformers`` than the oldest supported."""
+MODELS = {name: model for name, model in _ALL.items() if model[1] in dir(transformers)}  # hasattr would import models
+"""Every family that is there; the last came with a later version of ``transformers`` than the oldest supported."""
 
 
 def make(name: str, **changes: Any) -> Any:
