@@ -1,6 +1,6 @@
 """The runtimes under test come from ``--graphsafe-device`` or ``GRAPHSAFE_DEVICE``.
 
-Where kernels are tested in Triton's interpreter, triton itself is imported for it, here, before a test's import brings it:
+Where kernels are tested in Triton's interpreter, triton is imported for it here, before a test's import brings it:
 triton decorates functions of its own when it is imported.
 """
 
