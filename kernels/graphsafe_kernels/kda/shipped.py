@@ -19,6 +19,7 @@ from graphsafe_kernels.kda import gate, launch, recurrent
 from graphsafe_kernels.kda.backward_kernels import gradients_kernel
 from graphsafe_kernels.kda.configurations import Problem
 from graphsafe_kernels.kda.gate_kernels import gate_backward_kernel, gate_kernel
+from graphsafe_kernels.kda.prepare_kernels import prepare_kernel
 from graphsafe_kernels.kda.recurrent_kernels import recurrent_kernel
 from graphsafe_kernels.policy import Policy
 from graphsafe_kernels.shipped import Shipped, pointer
@@ -123,5 +124,7 @@ def shipped(policy: Policy) -> Iterator[Shipped]:
     ):
         for entry in record(policy.kind, dtype, width, chunk_size, sequences, full=full):
             # two to four loads and stores of local memory too many there, outside the inner products
-            if policy.kind != "sm_80" or entry.kernel is not gradients_kernel or (full and width == 128):
+            spills = (entry.kernel is prepare_kernel and width == 64) or (
+                entry.kernel is gradients_kernel and not (full and width == 128))  # fmt: skip
+            if policy.kind != "sm_80" or not spills:
                 yield entry
