@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from graphsafe_kernels.kda.backward_kernels import finish_kernel
+from graphsafe_kernels.kda.finish_kernels import finish_kernel
 from graphsafe_kernels.kda.gate_kernels import gate_backward_kernel, gate_kernel
 from graphsafe_kernels.launch import PreparedLaunch
 from graphsafe_kernels.policy import KINDS, device_kind, policy_for

@@ -21,16 +21,14 @@ import triton.language as tl
 
 from graphsafe.metadata import ChunkTables
 from graphsafe_kernels import _interpreter
-from graphsafe_kernels.kda.backward_kernels import (
-    finish_kernel,
-    gradients_kernel,
-    products_kernel,
-    project_kernel,
-)
 from graphsafe_kernels.kda.chain_kernels import backward_chains_kernel, forward_chain_kernel
 from graphsafe_kernels.kda.configurations import Configuration, Problem, choose
 from graphsafe_kernels.kda.decay_kernels import TILE
+from graphsafe_kernels.kda.finish_kernels import finish_kernel
+from graphsafe_kernels.kda.gradient_kernels import gradients_kernel
 from graphsafe_kernels.kda.prepare_kernels import VECTORS, prepare_kernel
+from graphsafe_kernels.kda.product_kernels import products_kernel
+from graphsafe_kernels.kda.project_kernels import project_kernel
 from graphsafe_kernels.kda.segment_kernels import segment_gradients_kernel, segment_states_kernel
 from graphsafe_kernels.policy import device_kind
 

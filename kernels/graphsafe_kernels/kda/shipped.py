@@ -16,9 +16,9 @@ from graphsafe.bucket import slot_count
 from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.delta_rule import make_options
 from graphsafe_kernels.kda import gate, launch, recurrent
-from graphsafe_kernels.kda.backward_kernels import gradients_kernel
 from graphsafe_kernels.kda.configurations import Problem
 from graphsafe_kernels.kda.gate_kernels import gate_backward_kernel, gate_kernel
+from graphsafe_kernels.kda.gradient_kernels import gradients_kernel
 from graphsafe_kernels.kda.prepare_kernels import prepare_kernel
 from graphsafe_kernels.kda.recurrent_kernels import recurrent_kernel
 from graphsafe_kernels.policy import Policy

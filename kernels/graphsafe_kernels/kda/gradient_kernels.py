@@ -1,0 +1,281 @@
+"""KDA's gradients of q, k and the gate, from what ``product_kernels`` left; one program per slot and value head.
+
+In the names of ``product_kernels``, with G the gate sums, q^ and k^ the normalised q and k; q^, k^, G per channel c:
+
+    dq^_i = scale 2^G_i do_i S^T + sum_j Z_ij 2^(G_i - G_j) k^_j
+    dk^_i = -b_i 2^G_i dw_i S^T + b_i 2^(G_last - G_i) e_i D^T
+            + sum_j Y_ij 2^(G_i - G_j) k^_j + sum_j 2^(G_j - G_i) (Y_ji k^_j + Z_ji q^_j)
+
+The sums over pairs run tile by tile (``decay_kernels``), on tiles q^ a, k^ a and k^ r. Of the gate, each channel's pair
+(i, j) is felt by the tokens t with i >= t > j alone:
+
+    dg_t = sum_{i >= t} a_i + sum_{i < t} s_i + 2^G_last sum_v S D
+    a_i = rows' uses of pairs less their columns' uses, and the first terms of dq^, dk^ times q^, k^
+    s_i = k^ times the second term of dk^
+
+Requirements
+------------
+1. A pair that both ends of a sum hold enters it twice with opposite signs: both uses are products of the same rounded
+   numbers, so they cancel to fp32's rounding.
+2. The diagonal pairs, which no gate touches, stay out of the gate's gradient.
+3. Rows beyond the sequence's end are masked as they are loaded. A sentinel slot reads no operand and clears its share
+   of the padding rows of the gradients.
+4. Where several value heads share a q/k head, dq and dk are parts per value head. Gate parameters get one partial sum
+   per slot and head. ``finish_kernels`` sums both.
+"""
+
+# ruff: noqa: SIM102  (compile-time and run-time conditions do not combine in a kernel)
+import triton
+import triton.language as tl
+
+from graphsafe_kernels.delta.row_kernels import (
+    clear_rows,
+    load_rows,
+    locate_slot,
+    padding_rows,
+    padding_share,
+)
+from graphsafe_kernels.kda.decay_kernels import (
+    TILE,
+    apart,
+    beside,
+    gathered,
+    in_tiles,
+    level_factors,
+    level_pairs,
+    load_tile_decays,
+    narrow,
+    own_factors,
+    spread,
+    tile_factors,
+    tile_sums,
+)
+from graphsafe_kernels.kda.gate_kernels import gate_factor, gate_gradient, load_bias, log_decay
+from graphsafe_kernels.kda.level_kernels import gradients_by_levels
+from graphsafe_kernels.kda.prepare_kernels import VECTORS
+from graphsafe_kernels.kda.project_kernels import project
+
+
+@triton.jit
+def clear_gradients(first, end, hv, dq, dk, dg, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+                    BK: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    """Write zero to padding rows of one head's dg, and of dq and dk where they are WHOLE."""
+    for column in tl.static_range(0, K, BK):
+        if WHOLE:
+            clear_rows(dq + hv * K, first, end, HV * K, column, K, BT, BK)
+            clear_rows(dk + hv * K, first, end, HV * K, column, K, BT, BK)
+        clear_rows(dg + hv * K, first, end, HV * K, column, K, BT, BK)
+
+
+@triton.jit
+def part_level(k3, q3, y3, pair, turned, dq, dk, ahead, BT: tl.constexpr, PAIRS: tl.constexpr,
+               PRECISION: tl.constexpr, LEVEL: tl.constexpr):  # fmt: skip
+    """Add what one level's pairs within tiles give dq^, dk^ and the gate's a to ``[tiles, 16, BK]`` of each."""
+    F = level_factors(y3, LEVEL)
+    met = level_pairs(LEVEL)
+    meeting = tl.permute(met, [0, 2, 1])
+    kF = (k3 * F).to(PAIRS)
+    qF = (q3 * F).to(PAIRS)
+    Z = tl.where(met, tl.load(pair), 0.0)
+    Y = tl.where(met, tl.load(pair + BT * BT), 0.0)
+    az = tl.dot(Z, kF, input_precision=PRECISION)
+    ay = tl.dot(Y, kF, input_precision=PRECISION)
+    # Loaded the other way round rather than turned.
+    Z = tl.where(meeting, tl.load(turned), 0.0)
+    Y = tl.where(meeting, tl.load(turned + BT * BT), 0.0)
+    ac = tl.dot(Z, qF, input_precision=PRECISION)
+    ac = tl.dot(Y, kF, ac, input_precision=PRECISION)
+    dq += F * az
+    dk += F * (ay + ac)
+    ahead += qF.to(tl.float32) * az + kF.to(tl.float32) * (ay - ac)
+    return dq, dk, ahead
+
+
+@triton.jit
+def gradients_in_tiles(
+    slot, hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg,
+    scale_sums, bias_sums, cu_seqlens, chunk_indices, chunk_offsets, bound, T, N, NT,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
+    WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+    SAFE: tl.constexpr, PAIRS: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One live slot and value head, pairs met by tiles of 16 tokens (``decay_kernels``)."""
+    row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
+    hq = hv // (HV // H)
+    i = tl.arange(0, BT)
+    ii = i[:, None]
+    jj = i[None, :]
+    m = i < rows
+    vec = vectors + at * (VECTORS * BT) + i
+    rk = tl.load(vec + BT)
+    rq = tl.load(vec + 3 * BT)
+    factor = gate_factor(A_log, hv, SCALED)
+    tile = ii // TILE
+    KD: tl.constexpr = (K + BK - 1) // BK * BK
+    tdp = tile_decays + at * (BT // TILE * KD)
+    pair = pairs + at * (2 * BT * BT) + ii * BT + jj
+    t = tl.arange(0, BT // TILE)[:, None, None] * TILE
+    r = tl.arange(0, TILE)
+    inner_pair = pairs + at * (2 * BT * BT) + (t + r[None, :, None]) * BT + t + r[None, None, :]
+    turned_pair = pairs + at * (2 * BT * BT) + (t + r[None, None, :]) * BT + t + r[None, :, None]
+    rows_q = tl.zeros([BT], tl.float32)
+    rows_k = tl.zeros([BT], tl.float32)
+    rows_scale = tl.zeros([BT], tl.float32)
+    diagonal = tl.load(own + at * BT + i)[:, None]
+    Z = tl.load(pair)
+    Y = tl.load(pair + BT * BT)
+    k_next = load_rows(k + hq * K, row, rows, 0, K, H * K, BT, BK)
+    q_next = load_rows(q + hq * K, row, rows, 0, K, H * K, BT, BK)
+    g_next = load_rows(g + hv * K, row, rows, 0, K, HV * K, BT, BK)
+    bias_next = load_bias(dt_bias, hv, 0, K, BK, BIAS)
+    for column in tl.range(0, K, BK, disable_licm=True):
+        if SAFE:
+            # Everything from memory first, so that it is waited for together.
+            d0, d1, d2, d3 = load_tile_decays(tdp, column, KD, BT, BK)
+        c = column + tl.arange(0, BK)
+        inside = m[:, None] & (c < K)[None, :]
+        place = products + at * (3 * BT * K) + ii * K + c[None, :]
+        tq = tl.load(place, mask=(c < K)[None, :], other=0.0)
+        kh = k_next.to(tl.float32) * rk[:, None]
+        qh = q_next.to(tl.float32) * rq[:, None]
+        z = g_next.to(tl.float32) + bias_next[None, :]
+        x = tl.where(inside, log_decay(z, factor, bound, GATE), 0.0)
+        # What meets other tokens of the chunk: see decay_kernels.
+        y = tile_sums(x, BT, BK)
+        a = tl.exp2(y)
+        if not SAFE:
+            y3 = in_tiles(y, BT, BK)
+            kt3 = in_tiles(kh, BT, BK)
+            qt3 = in_tiles(qh, BT, BK)
+            e3 = tl.zeros([BT // TILE, TILE, BK], tl.float32)
+            u3 = tl.zeros([BT // TILE, TILE, BK], tl.float32)
+            w3 = tl.zeros([BT // TILE, TILE, BK], tl.float32)
+            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 0)
+            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 1)
+            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 2)
+            e3, u3, w3 = part_level(kt3, qt3, y3, inner_pair, turned_pair, e3, u3, w3, BT, PAIRS, PRECISION, 3)
+        fj = own_factors(y, BT, BK, SAFE)
+        if not SAFE:
+            d0, d1, d2, d3 = load_tile_decays(tdp, column, KD, BT, BK)
+        k0, k1, k2, k3, f0, f1, f2, f3, end, before = tile_factors(kh, fj, tile, d0, d1, d2, d3, PAIRS, BT, BK, SAFE,
+                                                                   PACK)  # fmt: skip
+        kr = beside(k0, k1, k2, k3, BT, BK)
+        ka = narrow(kh * a, PAIRS, PACK)
+        qa = narrow(qh * a, PAIRS, PACK)
+        grown = a * before
+        # q's side first, down to its gradient: what it holds is free again for k's.
+        az = gathered(tl.dot(Z, kr, input_precision=PRECISION), tile, BT, BK)
+        sq = tq.to(tl.float32) * grown
+        ahead = qa.to(tl.float32) * az + qh * sq
+        dqh = a * az + sq + diagonal * kh
+        dkh = diagonal * qh
+        if not SAFE:
+            dqh += tl.reshape(e3, [BT, BK])
+            dkh += tl.reshape(u3, [BT, BK])
+            ahead += tl.reshape(w3, [BT, BK])
+        if L2NORM:
+            rows_q += tl.sum(qh * dqh, 1)
+        out = (row + i)[:, None] * (HV * K) + hv * K + c[None, :]
+        tl.store(dq + out, dqh.to(dq.dtype.element_ty), mask=inside)
+        tk = tl.load(place + BT * K, mask=(c < K)[None, :], other=0.0)
+        td = tl.load(place + 2 * BT * K, mask=(c < K)[None, :], other=0.0)
+        ay = gathered(tl.dot(Y, kr, input_precision=PRECISION), tile, BT, BK)
+        sk = tk.to(tl.float32) * grown
+        sd = td.to(tl.float32) * end
+        ahead += ka.to(tl.float32) * ay + kh * sk
+        dkh += a * ay + sk + sd
+        # Forwards without the token itself.
+        behind = kh * sd
+        dx = tl.cumsum(behind, 0) - behind
+        ac = tl.dot(tl.trans(Z), spread(qa, tile, BT, BK), input_precision=PRECISION)
+        ac = tl.dot(tl.trans(Y), spread(ka, tile, BT, BK), ac, input_precision=PRECISION)
+        c0, c1, c2, c3 = apart(ac, BT, BK)
+        # Here and not above, so that the compiler lets the products follow the layout of what is loaded.
+        ahead -= k0.to(tl.float32) * c0 + k1.to(tl.float32) * c1
+        dkh += f0 * c0 + f1 * c1
+        if BT == 4 * TILE:
+            ahead -= k2.to(tl.float32) * c2 + k3.to(tl.float32) * c3
+            dkh += f2 * c2 + f3 * c3
+        if L2NORM:
+            rows_k += tl.sum(kh * dkh, 1)
+        tl.store(dk + out, dkh.to(dk.dtype.element_ty), mask=inside)
+        dx += tl.cumsum(ahead, 0, reverse=True)
+        k_next = load_rows(k + hq * K, row, rows, column + BK, K, H * K, BT, BK)
+        q_next = load_rows(q + hq * K, row, rows, column + BK, K, H * K, BT, BK)
+        g_next = load_rows(g + hv * K, row, rows, column + BK, K, HV * K, BT, BK)
+        bias_next = load_bias(dt_bias, hv, column + BK, K, BK, BIAS)
+        tl.debug_barrier()  # what is loaded below is loaded there, and not kept from above
+        whole = tl.load(inner + at * K + c, mask=c < K, other=0.0)
+        whole *= tl.load(decay + at * K + c, mask=c < K, other=0.0)
+        dx += whole[None, :]
+        if GATE:
+            z = load_rows(g + hv * K, row, rows, column, K, HV * K, BT, BK).to(tl.float32)
+            z += load_bias(dt_bias, hv, column, K, BK, BIAS)[None, :]
+            dx, dA = gate_gradient(z, dx, factor, bound, GATE)
+            if SCALED:
+                rows_scale += tl.sum(tl.where(inside, dA, 0.0), 1)
+            if BIAS:
+                tl.store(bias_sums + at * K + c, tl.sum(tl.where(inside, dx, 0.0), 0), mask=c < K)
+        tl.store(dg + out, dx.to(dg.dtype.element_ty), mask=inside)
+    if GATE and SCALED:
+        tl.store(scale_sums + at, tl.sum(rows_scale, 0))
+    if L2NORM:
+        tl.debug_barrier()  # dq and dk are read by threads that did not write them
+        project(q, k, dq, dk, row, rows, hq, hv, i, m, rq, rk, rows_q, rows_k, H, HV, K, BT, BK)
+    if PACKED:
+        first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
+        if first < end:
+            clear_gradients(first, end, hv, dq, dk, dg, HV, K, BT, BK, WHOLE)
+
+
+@triton.jit(do_not_specialize=["bound", "T", "N", "NT", "tasks"])
+def gradients_kernel(
+    q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg, scale_sums,
+    bias_sums, row_sums, cu_seqlens, chunk_indices, chunk_offsets, tasks, bound, T, N, NT,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
+    WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+    SAFE: tl.constexpr, PAIRS: tl.constexpr, PACK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, dk ``[tokens, HV, K]`` (parts unless WHOLE) and dg ``[tokens, HV, K]`` of the raw inputs, from the results of
+    ``products_kernel``; scale_sums ``[slots, HV]`` and bias_sums ``[slots, HV, K]`` fp32, the gate parameters' parts.
+    Heads fastest; one slot and head a program, or with LEVELS ``tasks`` that programs walk."""
+    pid = tl.program_id(0)
+    if LEVELS:
+        BLOCKS: tl.constexpr = (K + BK - 1) // BK
+        for step in tl.range(0, tasks - pid, tl.num_programs(0)):
+            task = pid + step
+            column = task % BLOCKS * BK
+            hv = task // BLOCKS % HV
+            slot = task // (BLOCKS * HV)
+            at = slot.to(tl.int64) * HV + hv
+            live = True
+            if PACKED:
+                live = tl.load(chunk_indices + 2 * slot.to(tl.int64)) >= 0
+            if live:
+                row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
+                gradients_by_levels(
+                    column, q, k, g, A_log, dt_bias, vectors, decay, pairs, own, products, inner, dq, dk, dg,
+                    row_sums + (at * BLOCKS + column // BK) * (3 * BT), bias_sums, row, rows, hv // (HV // H), hv, at,
+                    bound, H, HV, K, BT, BK, L2NORM, GATE, SCALED, BIAS, PRECISION,
+                )  # fmt: skip
+            if PACKED:
+                first, end = padding_share(slot, live == 0, cu_seqlens, chunk_offsets, T, N, BT)
+                if first < end:
+                    if WHOLE:
+                        clear_rows(dq + hv * K, first, end, HV * K, column, K, BT, BK)
+                        clear_rows(dk + hv * K, first, end, HV * K, column, K, BT, BK)
+                    clear_rows(dg + hv * K, first, end, HV * K, column, K, BT, BK)
+    else:
+        slot = pid // HV
+        hv = pid % HV
+        at = slot.to(tl.int64) * HV + hv
+        if PACKED:
+            if tl.load(chunk_indices + 2 * slot.to(tl.int64)) < 0:
+                first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
+                clear_gradients(first, end, hv, dq, dk, dg, HV, K, BT, BK, WHOLE)
+                return
+        gradients_in_tiles(
+            slot, hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg,
+            scale_sums, bias_sums, cu_seqlens, chunk_indices, chunk_offsets, bound, T, N, NT, H, HV, K, BT, BK, PACKED,
+            WHOLE, L2NORM, GATE, SCALED, BIAS, SAFE, PAIRS, PACK, PRECISION,
+        )  # fmt: skip
