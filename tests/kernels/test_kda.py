@@ -167,6 +167,17 @@ def test_half_precision(device, dtype, options):
     assert got["final"].dtype == torch.float32
 
 
+def test_l2norm_does_not_round_a_gradient_twice(device):
+    """Where dq comes of a token's own key and value alone, its error is that of rounding the exact one."""
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    b = batch(device, [1] * 12, key=32, dtype=dtype, gate=True)
+    b.initial_state = torch.zeros_like(b.initial_state)
+    want, got = run(b, dtype=torch.float64, **SAFE)["dq"], run(b, **SAFE)["dq"]
+    rounding = (want.to(dtype).double() - want).norm().item()
+    twice = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9  # for want of registers
+    assert (got.double() - want).norm().item() < (1.6 if twice else 1.2) * rounding
+
+
 @pytest.mark.parametrize("x", [-30.0, 30.0, 1e4, -1e4])
 def test_saturated_gates(device, x):
     """A gate at either end, in both half-precision paths, is accurate and its gradients are finite."""

@@ -53,7 +53,7 @@ from graphsafe_kernels.kda.decay_kernels import (
 from graphsafe_kernels.kda.gate_kernels import gate_factor, gate_gradient, load_bias, log_decay
 from graphsafe_kernels.kda.level_kernels import gradients_by_levels
 from graphsafe_kernels.kda.prepare_kernels import VECTORS
-from graphsafe_kernels.kda.project_kernels import project
+from graphsafe_kernels.kda.project_kernels import project, store_halves
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def gradients_in_tiles(
     scale_sums, bias_sums, cu_seqlens, chunk_indices, chunk_offsets, bound, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    SAFE: tl.constexpr, PAIRS: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
+    SAFE: tl.constexpr, PAIRS: tl.constexpr, PACK: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One live slot and value head, pairs met by tiles of 16 tokens (``decay_kernels``)."""
     row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
@@ -176,7 +176,10 @@ def gradients_in_tiles(
         if L2NORM:
             rows_q += tl.sum(qh * dqh, 1)
         out = (row + i)[:, None] * (HV * K) + hv * K + c[None, :]
-        tl.store(dq + out, dqh.to(dq.dtype.element_ty), mask=inside)
+        if HALVES:
+            store_halves(dqh, dq + out, place, inside)
+        else:
+            tl.store(dq + out, dqh.to(dq.dtype.element_ty), mask=inside)
         tk = tl.load(place + BT * K, mask=(c < K)[None, :], other=0.0)
         td = tl.load(place + 2 * BT * K, mask=(c < K)[None, :], other=0.0)
         ay = gathered(tl.dot(Y, kr, input_precision=PRECISION), tile, BT, BK)
@@ -198,7 +201,10 @@ def gradients_in_tiles(
             dkh += f2 * c2 + f3 * c3
         if L2NORM:
             rows_k += tl.sum(kh * dkh, 1)
-        tl.store(dk + out, dkh.to(dk.dtype.element_ty), mask=inside)
+        if HALVES:
+            store_halves(dkh, dk + out, place + BT * K, inside)
+        else:
+            tl.store(dk + out, dkh.to(dk.dtype.element_ty), mask=inside)
         dx += tl.cumsum(ahead, 0, reverse=True)
         k_next = load_rows(k + hq * K, row, rows, column + BK, K, H * K, BT, BK)
         q_next = load_rows(q + hq * K, row, rows, column + BK, K, H * K, BT, BK)
@@ -221,7 +227,8 @@ def gradients_in_tiles(
         tl.store(scale_sums + at, tl.sum(rows_scale, 0))
     if L2NORM:
         tl.debug_barrier()  # dq and dk are read by threads that did not write them
-        project(q, k, dq, dk, row, rows, hq, hv, i, m, rq, rk, rows_q, rows_k, H, HV, K, BT, BK)
+        project(q, k, dq, dk, products + at * (3 * BT * K), row, rows, hq, hv, i, m, rq, rk, rows_q, rows_k, H, HV, K,
+                BT, BK, HALVES)  # fmt: skip
     if PACKED:
         first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
         if first < end:
@@ -234,11 +241,13 @@ def gradients_kernel(
     bias_sums, row_sums, cu_seqlens, chunk_indices, chunk_offsets, tasks, bound, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    SAFE: tl.constexpr, PAIRS: tl.constexpr, PACK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    SAFE: tl.constexpr, PAIRS: tl.constexpr, PACK: tl.constexpr, HALVES: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk ``[tokens, HV, K]`` (parts unless WHOLE) and dg ``[tokens, HV, K]`` of the raw inputs, from the results of
     ``products_kernel``; scale_sums ``[slots, HV]`` and bias_sums ``[slots, HV, K]`` fp32, the gate parameters' parts.
-    Heads fastest; one slot and head a program, or with LEVELS ``tasks`` that programs walk."""
+    HALVES: dq and dk are rounded once, behind l2norm's projection (``project_kernels``). Heads fastest; one slot and
+    head a program, or with LEVELS ``tasks`` that programs walk."""
     pid = tl.program_id(0)
     if LEVELS:
         BLOCKS: tl.constexpr = (K + BK - 1) // BK
@@ -277,5 +286,5 @@ def gradients_kernel(
         gradients_in_tiles(
             slot, hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg,
             scale_sums, bias_sums, cu_seqlens, chunk_indices, chunk_offsets, bound, T, N, NT, H, HV, K, BT, BK, PACKED,
-            WHOLE, L2NORM, GATE, SCALED, BIAS, SAFE, PAIRS, PACK, PRECISION,
+            WHOLE, L2NORM, GATE, SCALED, BIAS, SAFE, PAIRS, PACK, L2NORM and HALVES, PRECISION,
         )  # fmt: skip

@@ -340,7 +340,7 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
         (x.q, x.k, x.g, x.A_log, x.dt_bias, kept.vectors, kept.tile_decays, kept.decay, pairs, own, products, inner,
          *parts, dg, scale_sums, bias_sums, row_sums, *index, slots * hv * blocks if c.levels else None,
          problem.lower_bound, *layout),
-        {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, "PACK": c.pack,
+        {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, "PACK": c.pack, "HALVES": c.halves,
          "LEVELS": c.levels, **_gate(problem, x, c)},
         warps=c.gradient_warps,
     )  # fmt: skip
