@@ -30,6 +30,7 @@ from graphsafe_kernels.conv.rows import (
     shared_block_rows,
     store,
 )
+from graphsafe_kernels.masks import spread
 
 __all__ = ["conv_backward_kernel"]
 
@@ -309,7 +310,7 @@ def _initial_state_gradient(task, x, weight, bias, dy0, dy1, dy2, dfinal, initia
     if HAS_BIAS:
         offset = tl.load(bias + channel, mask=held, other=0.0).to(tl.float32)
     for t in range(0, W - 1):
-        live = t < length
+        live = spread(t < length)
         g = tl.load(dyp + t * DY_ROW + inner, mask=held & live, other=0.0).to(tl.float32)
         if SILU:
             position = tap + (t - W + 1)

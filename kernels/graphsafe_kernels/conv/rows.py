@@ -18,6 +18,8 @@ row it multiplies: weight[:, W - 1 - i] multiplies X(t - i).
 import triton
 import triton.language as tl
 
+from graphsafe_kernels.masks import spread
+
 __all__ = [
     "clear_rows", "combine", "load", "load_earlier", "load_history", "load_rows", "load_tap", "load_taps", "locate",
     "part_of", "pick", "reciprocal", "select_part", "sentinel_rows", "shared_block_rows", "store",
@@ -80,9 +82,9 @@ def load(p, live, channel, C, EVEN: tl.constexpr, MASKED: tl.constexpr):
     """One row's channels; zero where not ``live``. EVEN: C is a multiple of the block, so no channel is masked."""
     if MASKED:
         if EVEN:
-            v = tl.load(p, mask=live, other=0.0)
+            v = tl.load(p, mask=spread(live), other=0.0)
         else:
-            v = tl.load(p, mask=live & (channel < C), other=0.0)
+            v = tl.load(p, mask=spread(live) & (channel < C), other=0.0)
     else:
         if EVEN:
             v = tl.load(p)
@@ -96,9 +98,9 @@ def store(p, v, live, channel, C, EVEN: tl.constexpr, MASKED: tl.constexpr):
     v = v.to(p.dtype.element_ty)
     if MASKED:
         if EVEN:
-            tl.store(p, v, mask=live)
+            tl.store(p, v, mask=spread(live))
         else:
-            tl.store(p, v, mask=live & (channel < C))
+            tl.store(p, v, mask=spread(live) & (channel < C))
     else:
         if EVEN:
             tl.store(p, v)

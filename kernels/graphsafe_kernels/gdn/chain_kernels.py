@@ -21,6 +21,7 @@ from graphsafe_kernels.delta.row_kernels import locate_sequence, state_offsets
 from graphsafe_kernels.gdn.segment_kernels import segment_gradient, segment_state
 from graphsafe_kernels.gdn.step_kernels import forward_step, reverse_step
 from graphsafe_kernels.gdn.task_kernels import load_state_tile, store_state_tile, turns
+from graphsafe_kernels.masks import spread
 
 
 @triton.jit
@@ -54,7 +55,7 @@ def forward_chain(
         whole = tl.minimum(chunks, first + span)
         rest &= chunks // span == segment
         live = (segment == 0) | (first * BT < length)
-        S = segment_state(tl.where(live, segment, 0), n, hv, at, mask & live, initial_state, ends, transitions,
+        S = segment_state(tl.where(live, segment, 0), n, hv, at, mask & spread(live), initial_state, ends, transitions,
                           transitions_tiles, HV, K, V, BK, INITIAL, TILES, SEGMENTS, PRECISION)  # fmt: skip
     for c in tl.range(first, whole, num_stages=STAGES):
         S = forward_step(
@@ -108,7 +109,7 @@ def reverse_chain(
         count = tl.maximum(end - segment * span, 0)
         rest &= chunks // span == segment
         last = tl.maximum(length - 1, 0) // BT // span
-        D = segment_gradient(segment, last, n, hv, at, mask & (segment <= last), dfinal_state, dends, transitions,
+        D = segment_gradient(segment, last, n, hv, at, mask & spread(segment <= last), dfinal_state, dends, transitions,
                              transitions_tiles, HV, K, V, BK, FINAL, TILES, SEGMENTS, PRECISION)  # fmt: skip
     if TILES:
         if rest:

@@ -23,6 +23,7 @@ import triton.language as tl
 from graphsafe_kernels.delta.overlap_kernels import follow
 from graphsafe_kernels.delta.row_kernels import IN_ORDER, locate_sequence, state_offsets
 from graphsafe_kernels.gdn.step_kernels import forward_step, reverse_step
+from graphsafe_kernels.masks import spread
 
 ONE_SOURCE: tl.constexpr = IN_ORDER
 """Whether a load has one source: the Ascend compiler takes no pointer that is chosen out of two at run time."""
@@ -51,16 +52,16 @@ def segment_state(segment, n, hv, at, mask, initial_state, ends, transitions, tr
     source = ends + own * (K * V)
     given = segment > 0
     if ONE_SOURCE:
-        S = tl.load(source + at, mask=mask & given, other=0.0)
+        S = tl.load(source + at, mask=mask & spread(given), other=0.0)
         if INITIAL:
             state = initial_state + (n.to(tl.int64) * HV + hv) * (K * V)
-            S += tl.load(state + at, mask=mask & (segment == 0), other=0.0)
+            S += tl.load(state + at, mask=mask & spread(segment == 0), other=0.0)
     else:
         if INITIAL:
             if segment == 0:
                 source = initial_state + (n.to(tl.int64) * HV + hv) * (K * V)
                 given = segment >= 0
-        S = tl.load(source + at, mask=mask & given, other=0.0)
+        S = tl.load(source + at, mask=mask & spread(given), other=0.0)
     if SEGMENTS > 2:
         for t in tl.range(1, segment, num_stages=1):
             row = ((n * (SEGMENTS - 1) + t) * HV + hv) * (2 * BK)
@@ -79,16 +80,16 @@ def segment_gradient(segment, last, n, hv, at, mask, dfinal_state, dends, transi
     source = dends + (own + tl.maximum(last - 1, 0) * HV) * (K * V)
     given = segment < last
     if ONE_SOURCE:
-        D = tl.load(source + at, mask=mask & given, other=0.0)
+        D = tl.load(source + at, mask=mask & spread(given), other=0.0)
         if FINAL:
             state = dfinal_state + (n.to(tl.int64) * HV + hv) * (K * V)
-            D += tl.load(state + at, mask=mask & (segment == last), other=0.0)
+            D += tl.load(state + at, mask=mask & spread(segment == last), other=0.0)
     else:
         if FINAL:
             if segment == last:
                 source = dfinal_state + (n.to(tl.int64) * HV + hv) * (K * V)
                 given = segment >= 0
-        D = tl.load(source + at, mask=mask & given, other=0.0)
+        D = tl.load(source + at, mask=mask & spread(given), other=0.0)
     if SEGMENTS > 2:
         for r in tl.range(1, last - segment, num_stages=1):
             t = last - r

@@ -11,6 +11,8 @@ Requirements
 import triton
 import triton.language as tl
 
+from graphsafe_kernels.masks import spread
+
 __all__ = ["chunk_tables_kernel"]
 
 
@@ -20,7 +22,7 @@ def _write_slots(block, cu_seqlens, chunk_indices, chunk_offsets, sequences, slo
     """SLOTS rows of the tables; the first block writes the offsets too."""
     slot = block * SLOTS + tl.arange(0, SLOTS)
     lane = tl.arange(0, TILE)
-    tl.store(chunk_offsets + lane, (lane * 0).to(chunk_offsets.dtype.element_ty), mask=(lane == 0) & (block == 0))
+    tl.store(chunk_offsets + lane, (lane * 0).to(chunk_offsets.dtype.element_ty), mask=(lane == 0) & spread(block == 0))
     sequence = tl.zeros([SLOTS], tl.int32)
     first = tl.zeros([SLOTS], tl.int32)
     chunks = 0
@@ -31,7 +33,7 @@ def _write_slots(block, cu_seqlens, chunk_indices, chunk_offsets, sequences, slo
         end = tl.load(cu_seqlens + n + 1, mask=inside, other=0).to(tl.int32)
         count = tl.where(inside, (end - start + (BT - 1)) // BT, 0)
         reached = chunks + tl.cumsum(count, 0)
-        tl.store(chunk_offsets + n + 1, reached.to(chunk_offsets.dtype.element_ty), mask=inside & (block == 0))
+        tl.store(chunk_offsets + n + 1, reached.to(chunk_offsets.dtype.element_ty), mask=inside & spread(block == 0))
         # sequences that end at or before the slot, and where the last of them ends
         passed = inside[None, :] & (reached[None, :] <= slot[:, None])
         sequence += tl.sum(passed.to(tl.int32), 1)
