@@ -34,7 +34,11 @@ def keys(target: Any = TARGET) -> dict[str, str]:
     import triton
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler.compiler import make_backend
-    from triton.runtime.cache import triton_key
+
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:  # Triton 3.4
+        from triton.compiler.compiler import triton_key
 
     backend = make_backend(target)
     return {"triton": f"{triton.__version__} {hashlib.sha256(triton_key().encode()).hexdigest()[:16]}",

@@ -1,8 +1,9 @@
 """The calls that the benchmarks make, by task, to be compiled or tuned before they are timed.
 
 A task is ``BENCHMARK:ARM[:SHAPE,SHAPE...]`` with ``gdn``, ``kda``, ``layers`` or ``models`` (of ``benchmarks/``) and
-``graphsafe``, ``fla`` or, for gdn, ``flashqla``; or ``bench:PROVIDER:PRESET`` for ``graphsafe bench``. Shapes of kda
-begin with its heads: ``kda:fla:32/8192x1``. A task of no shape is all that the benchmark has.
+``graphsafe``, ``fla`` or, for gdn, ``flashqla``; ``gdn_correct:graphsafe[:CASE,CASE...]``; or ``bench:PROVIDER:PRESET``
+for ``graphsafe bench``. Shapes of kda begin with its heads: ``kda:fla:32/8192x1``. A task of no shape is all that the
+benchmark has.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def calls(task: str, device: str) -> Calls:
     """Label and call, of each thing that a task compiles; ``device`` is "cpu" for a pretended GPU."""
     kind, arm, *shapes = task.split(":")
     named = shapes[0].split(",") if shapes else []
-    source: dict[str, Any] = {"gdn": gdn, "kda": kda, "layers": layers, "models": models, "bench": bench}
+    source: dict[str, Any] = {"gdn": gdn, "gdn_correct": gdn_correct, "kda": kda, "layers": layers,
+                              "models": models, "bench": bench}  # fmt: skip
     if kind not in source:
         raise SystemExit(f"no task {task!r}: it begins with none of {', '.join(source)}")
     for label, call in source[kind](arm, named, device):
@@ -48,6 +50,17 @@ def gdn(arm: str, shapes: list[str], device: str) -> Calls:
         for what, call in script.calls(case, op).items():
             yield f"{shape} {what}", call
         yield f"{shape} compared", functools.partial(case.call, op, grad=True)
+
+
+def gdn_correct(arm: str, named: list[str], device: str) -> Calls:
+    import gdn as script
+    import gdn_correct as cases
+
+    script.DEVICE = device
+    script.use({})
+    known = cases.cases()
+    for name in named or known:
+        yield name, functools.partial(known[name]().call, script.chunk_gated_delta_rule, grad=True)
 
 
 def kda(arm: str, shapes: list[str], device: str) -> Calls:
