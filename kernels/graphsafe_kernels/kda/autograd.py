@@ -83,13 +83,13 @@ def _forward(choose: Any, device: torch.device, options: DeltaRuleOptions, train
 
 @functools.lru_cache(maxsize=1024)
 def _backward(choose: Any, device: torch.device, options: DeltaRuleOptions, specs: tuple[Any, ...]) -> Program:
-    """The backward of operands, tables, what is kept, and the gradients of o and the final states, like ``specs``."""
+    """The backward of operands, tables, what is kept, o, and the gradients of o and the final states, like ``specs``."""
 
     def run(start: launch.Start, *inputs: Any) -> tuple[torch.Tensor | None, ...]:
         x, tables = launch.Operands(*inputs[:OPERANDS]), _tables(inputs[OPERANDS : OPERANDS + 3], options)
-        *kept, do, dfinal = inputs[OPERANDS + 3 :]
+        *kept, o, do, dfinal = inputs[OPERANDS + 3 :]
         problem = _problem(x.q, x.v, tables, options)
-        return launch.backward(problem, tables, x, launch.Kept(*kept), do, dfinal, kind=device_kind(device),
+        return launch.backward(problem, tables, x, launch.Kept(*kept), o, do, dfinal, kind=device_kind(device),
                                start=start)  # fmt: skip
 
     return record(run, device, specs)
@@ -109,7 +109,7 @@ class _ChunkKda(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options, ctx.tables = options, tables
         ctx.boundaries = None if tables is None else SavedBoundaries.of("chunk_kda", tables)
-        ctx.save_for_backward(*operands, *kept)
+        ctx.save_for_backward(*operands, *kept, o)
         return o, final  # type: ignore[return-value]
 
     @staticmethod

@@ -65,10 +65,9 @@ class Configuration:
     ``column_block``: columns of K that the preparation and the gradients take at a time, ``product_block``: that the
     products take; ``chain_block``, ``clear_block``: of V; ``save_stages``: of a forward chain that keeps states.
     ``reverse_block``, ``reverse_warps``: of the backward's chains; ``store_block``: columns of K in which they store
-    states. ``pack``: bf16 is rounded to two elements at a time. ``halves``: gradients of q and k wait for l2norm's
-    projection in fp32. ``keep_tiles``: a forward leaves its tiles unasked. ``half_inverse``: the triangular system by
-    fp16 dots; ``tiles``: chains load by descriptors; ``safe``: pairs within a tile by the bounded form, ``pairs``: type
-    of the dots that meet pairs. ``levels``: pairs by levels of the whole chunk. ``span``: chunks of a segment; 0: no
+    states. ``pack``: bf16 is rounded to two elements at a time. ``keep_tiles``: a forward leaves its tiles unasked.
+    ``half_inverse``: the triangular system by fp16 dots; ``tiles``: chains load by descriptors; ``safe``: pairs within a
+    tile by the bounded form, ``pairs``: type of the dots that meet pairs. ``levels``: pairs by levels of the whole chunk. ``span``: chunks of a segment; 0: no
     sequence is cut. ``cores``: a grid has at most this many programs, which walk tasks; 0: a program has one task.
     """
 
@@ -89,7 +88,6 @@ class Configuration:
     clear_block: int
     finish_rows: int
     pack: bool
-    halves: bool
     keep_tiles: bool
     precision: str
     half_inverse: bool
@@ -171,7 +169,6 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         clear_block=min(value, 128),
         finish_rows=16,
         pack=kind in ("sm_90", "sm_100"),  # elsewhere it takes registers that there are not
-        halves=not wide and not cores and kind != "sm_80",  # there four accesses would spill
         keep_tiles=tile_bytes <= KEPT_BYTES,
         precision="tf32x3" if kind.startswith("sm_") else "ieee",
         half_inverse=not wide and not cores and problem.qk_l2norm,

@@ -13,6 +13,8 @@ The sums over pairs run tile by tile (``decay_kernels``), on tiles q^ a, k^ a an
     a_i = rows' uses of pairs less their columns' uses, and the first terms of dq^, dk^ times q^, k^
     s_i = k^ times the second term of dk^
 
+and of x^ = r x with r the inverse norm, dx = r (dx^ - <x^, dx^> x^): the rows' products come from ``product_kernels``.
+
 Requirements
 ------------
 1. A pair that both ends of a sum hold enters it twice with opposite signs: both uses are products of the same rounded
@@ -53,7 +55,6 @@ from graphsafe_kernels.kda.decay_kernels import (
 from graphsafe_kernels.kda.gate_kernels import gate_factor, gate_gradient, load_bias, log_decay
 from graphsafe_kernels.kda.level_kernels import gradients_by_levels
 from graphsafe_kernels.kda.prepare_kernels import VECTORS
-from graphsafe_kernels.kda.project_kernels import project, store_halves
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def gradients_in_tiles(
     scale_sums, bias_sums, cu_seqlens, chunk_indices, chunk_offsets, bound, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    SAFE: tl.constexpr, PAIRS: tl.constexpr, PACK: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
+    SAFE: tl.constexpr, PAIRS: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One live slot and value head, pairs met by tiles of 16 tokens (``decay_kernels``)."""
     row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
@@ -118,10 +119,8 @@ def gradients_in_tiles(
     r = tl.arange(0, TILE)
     inner_pair = pairs + at * (2 * BT * BT) + (t + r[None, :, None]) * BT + t + r[None, None, :]
     turned_pair = pairs + at * (2 * BT * BT) + (t + r[None, None, :]) * BT + t + r[None, :, None]
-    rows_q = tl.zeros([BT], tl.float32)
-    rows_k = tl.zeros([BT], tl.float32)
     rows_scale = tl.zeros([BT], tl.float32)
-    diagonal = tl.load(own + at * BT + i)[:, None]
+    diagonal = tl.load(own + at * (3 * BT) + i)[:, None]
     Z = tl.load(pair)
     Y = tl.load(pair + BT * BT)
     k_next = load_rows(k + hq * K, row, rows, 0, K, H * K, BT, BK)
@@ -174,12 +173,9 @@ def gradients_in_tiles(
             dkh += tl.reshape(u3, [BT, BK])
             ahead += tl.reshape(w3, [BT, BK])
         if L2NORM:
-            rows_q += tl.sum(qh * dqh, 1)
+            dqh = (dqh - qh * tl.load(own + (at * 3 + 1) * BT + i)[:, None]) * rq[:, None]
         out = (row + i)[:, None] * (HV * K) + hv * K + c[None, :]
-        if HALVES:
-            store_halves(dqh, dq + out, place, inside)
-        else:
-            tl.store(dq + out, dqh.to(dq.dtype.element_ty), mask=inside)
+        tl.store(dq + out, dqh.to(dq.dtype.element_ty), mask=inside)
         tk = tl.load(place + BT * K, mask=(c < K)[None, :], other=0.0)
         td = tl.load(place + 2 * BT * K, mask=(c < K)[None, :], other=0.0)
         ay = gathered(tl.dot(Y, kr, input_precision=PRECISION), tile, BT, BK)
@@ -200,11 +196,8 @@ def gradients_in_tiles(
             ahead -= k2.to(tl.float32) * c2 + k3.to(tl.float32) * c3
             dkh += f2 * c2 + f3 * c3
         if L2NORM:
-            rows_k += tl.sum(kh * dkh, 1)
-        if HALVES:
-            store_halves(dkh, dk + out, place + BT * K, inside)
-        else:
-            tl.store(dk + out, dkh.to(dk.dtype.element_ty), mask=inside)
+            dkh = (dkh - kh * tl.load(own + (at * 3 + 2) * BT + i)[:, None]) * rk[:, None]
+        tl.store(dk + out, dkh.to(dk.dtype.element_ty), mask=inside)
         dx += tl.cumsum(ahead, 0, reverse=True)
         k_next = load_rows(k + hq * K, row, rows, column + BK, K, H * K, BT, BK)
         q_next = load_rows(q + hq * K, row, rows, column + BK, K, H * K, BT, BK)
@@ -225,10 +218,6 @@ def gradients_in_tiles(
         tl.store(dg + out, dx.to(dg.dtype.element_ty), mask=inside)
     if GATE and SCALED:
         tl.store(scale_sums + at, tl.sum(rows_scale, 0))
-    if L2NORM:
-        tl.debug_barrier()  # dq and dk are read by threads that did not write them
-        project(q, k, dq, dk, products + at * (3 * BT * K), row, rows, hq, hv, i, m, rq, rk, rows_q, rows_k, H, HV, K,
-                BT, BK, HALVES)  # fmt: skip
     if PACKED:
         first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
         if first < end:
@@ -241,13 +230,11 @@ def gradients_kernel(
     bias_sums, row_sums, cu_seqlens, chunk_indices, chunk_offsets, tasks, bound, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    SAFE: tl.constexpr, PAIRS: tl.constexpr, PACK: tl.constexpr, HALVES: tl.constexpr, LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SAFE: tl.constexpr, PAIRS: tl.constexpr, PACK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk ``[tokens, HV, K]`` (parts unless WHOLE) and dg ``[tokens, HV, K]`` of the raw inputs, from the results of
     ``products_kernel``; scale_sums ``[slots, HV]`` and bias_sums ``[slots, HV, K]`` fp32, the gate parameters' parts.
-    HALVES: dq and dk are rounded once, behind l2norm's projection (``project_kernels``). Heads fastest; one slot and
-    head a program, or with LEVELS ``tasks`` that programs walk."""
+    Heads fastest; one slot and head a program, or with LEVELS ``tasks`` that programs walk."""
     pid = tl.program_id(0)
     if LEVELS:
         BLOCKS: tl.constexpr = (K + BK - 1) // BK
@@ -286,5 +273,5 @@ def gradients_kernel(
         gradients_in_tiles(
             slot, hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg,
             scale_sums, bias_sums, cu_seqlens, chunk_indices, chunk_offsets, bound, T, N, NT, H, HV, K, BT, BK, PACKED,
-            WHOLE, L2NORM, GATE, SCALED, BIAS, SAFE, PAIRS, PACK, L2NORM and HALVES, PRECISION,
+            WHOLE, L2NORM, GATE, SCALED, BIAS, SAFE, PAIRS, PACK, PRECISION,
         )  # fmt: skip

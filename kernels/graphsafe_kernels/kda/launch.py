@@ -279,10 +279,11 @@ def forward(problem: Problem, tables: ChunkTables | None, x: Operands, final_sta
     return o, kept if keep_tiles else kept._replace(kg=None, qg=None, kd=None)
 
 
-def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Kept, do: torch.Tensor,
+def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Kept, o: torch.Tensor, do: torch.Tensor,
              dfinal_state: torch.Tensor | None, *, kind: str | None = None,
              start: Start = start) -> Gradients:  # fmt: skip
-    """The gradients of every operand from those of o and, where it was returned, the final state. All contiguous."""
+    """The gradients of every operand from o, its gradient and, where it was returned, the final state's. All
+    contiguous."""
     c = choose(problem, kind or device_kind(x.q.device), x.q.dtype)
     slots, hv, bt, kw = _slots(problem, tables), problem.value_heads, problem.chunk_size, problem.key_width
     index, layout, sizes = _index(tables), _layout(problem), _sizes(problem, tables)
@@ -314,15 +315,15 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
     )  # fmt: skip
     dbeta = torch.empty_like(x.beta)
     pairs = x.q.new_empty((slots, hv, 2, bt, bt), dtype=c.pairs)
-    own = x.q.new_empty((slots, hv, 2 if c.cores else 1, bt), dtype=torch.float32)
+    own = x.q.new_empty((slots, hv, 2 if c.cores else 3, bt), dtype=torch.float32)
     products = x.q.new_empty((slots, hv, 3, bt, kw))
     inner = x.q.new_empty((slots, hv, kw), dtype=torch.float32)
     start(
         products_kernel, c.programs(slots * hv),
-        (do, dv, kept.vectors, kept.states, dstates, kept.residuals, pairs, own, products, inner, dbeta, *index,
+        (x.v, o, do, dv, kept.vectors, kept.states, dstates, kept.residuals, pairs, own, products, inner, dbeta, *index,
          slots * hv if c.cores else None, problem.scale, *layout),
         {**sizes, "V": problem.value_width, "BK": c.product_block, "BV": c.clear_block, **_beta(problem),
-         "PRECISION": c.precision, "LOOP": c.cores > 0},
+         "L2NORM": problem.qk_l2norm and not c.cores, "PRECISION": c.precision, "LOOP": c.cores > 0},
         warps=c.product_warps,
     )  # fmt: skip
     whole = hv == problem.heads
@@ -340,8 +341,8 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
         (x.q, x.k, x.g, x.A_log, x.dt_bias, kept.vectors, kept.tile_decays, kept.decay, pairs, own, products, inner,
          *parts, dg, scale_sums, bias_sums, row_sums, *index, slots * hv * blocks if c.levels else None,
          problem.lower_bound, *layout),
-        {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, "PACK": c.pack, "HALVES": c.halves,
-         "LEVELS": c.levels, **_gate(problem, x, c)},
+        {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, "PACK": c.pack, "LEVELS": c.levels,
+         **_gate(problem, x, c)},
         warps=c.gradient_warps,
     )  # fmt: skip
     if row_sums is not None and (problem.qk_l2norm or dA_log is not None):

@@ -6,7 +6,14 @@ and dw as the reverse chain leaves it:
     dbeta_i = <dw_i, e_i>                 dv_i = b_i dw_i
     Z_ij = scale b_j <do_i, e_j>  (i >= j),       Y_ij = -b_i b_j <dw_i, e_j>   (i > j)
 
-and scale do S^T, -b dw S^T, b e D^T and sum_v S D, of which ``gradient_kernels`` makes the rest.
+and scale do S^T, -b dw S^T, b e D^T and sum_v S D, of which ``gradient_kernels`` makes the rest. What l2norm's gradient
+needs of whole rows is known before them, with q^ and k^ the normalised q and k:
+
+    <q^_i, dq^_i> = <do_i, o_i>                    o is linear in q^
+    <k^_i, dk^_i> = b_i (2 <dw_i, e_i> - <dw_i, v_i>)
+
+The second is Euler's identity: k^ times l, v times l and b divided by l^2 leave every result as it is, so that
+<k^, dk^> + <v, dv> - 2 b db = 0.
 
 Requirements
 ------------
@@ -44,20 +51,30 @@ def clear_products(
 
 @triton.jit
 def products_of(
-    slot, hv, at, do, dv, vectors, states, dstates, residuals, pairs, own, products, inner, dbeta,
+    slot, hv, at, v, o, do, dv, vectors, states, dstates, residuals, pairs, own, products, inner, dbeta,
     cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr, LOOP: tl.constexpr,
+    PACKED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
     """The products of one live slot and value head."""
     DT: tl.constexpr = states.dtype.element_ty
     KEEP: tl.constexpr = BV >= V
+    OWN: tl.constexpr = 2 if LOOP else 3
     row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
     i = tl.arange(0, BT)
     ii = i[:, None]
     jj = i[None, :]
     m = i < rows
     b = tl.load(vectors + at * (VECTORS * BT) + i)
+    rows_q = tl.zeros([BT], tl.float32)
+    rows_v = tl.zeros([BT], tl.float32)
+    if L2NORM:
+        for part in tl.static_range(0, V, BV):
+            ot = load_rows(do + hv * V, row, rows, part, V, HV * V, BT, BV).to(tl.float32)
+            rows_q += tl.sum(ot * load_rows(o + hv * V, row, rows, part, V, HV * V, BT, BV).to(tl.float32), 1)
+            wt = load_rows(dv + hv * V, row, rows, part, V, HV * V, BT, BV).to(tl.float32)
+            rows_v += tl.sum(wt * load_rows(v + hv * V, row, rows, part, V, HV * V, BT, BV).to(tl.float32), 1)
     Z = tl.zeros([BT, BT], tl.float32)
     Y = tl.zeros([BT, BT], tl.float32)
     for part in tl.static_range(0, V, BV):
@@ -67,16 +84,19 @@ def products_of(
         Z = tl.dot(ot, eT, Z, input_precision=PRECISION)
         Y = tl.dot(wt, eT, Y, input_precision=PRECISION)
     db = tl.sum(tl.where(ii == jj, Y, 0.0), 1)
+    if L2NORM:
+        tl.store(own + (at * OWN + 1) * BT + i, rows_q)
+        tl.store(own + (at * OWN + 2) * BT + i, b * (2.0 * db - rows_v))
     if SIGMOID:
         db *= b * (1.0 - b / FACTOR)
     if LOOP:
         # Through memory: an Ascend pads what goes to elements apart to 32 bytes each, and all that it is computed from.
-        tl.store(own + (at * 2 + 1) * BT + i, db)
+        tl.store(own + (at * OWN + 1) * BT + i, db)
         tl.debug_barrier()
-        db = tl.load(own + (at * 2 + 1) * BT + i)
+        db = tl.load(own + (at * OWN + 1) * BT + i)
     tl.store(dbeta + (row + i) * HV + hv, db.to(dbeta.dtype.element_ty), mask=m)
     pair = pairs + at * (2 * BT * BT) + ii * BT + jj
-    tl.store(own + at * ((2 if LOOP else 1) * BT) + i, tl.sum(tl.where(ii == jj, Z, 0.0), 1) * b * scale)
+    tl.store(own + at * (OWN * BT) + i, tl.sum(tl.where(ii == jj, Z, 0.0), 1) * b * scale)
     tl.store(pair, tl.where(ii > jj, Z * (b * scale)[None, :], 0.0).to(pairs.dtype.element_ty))
     tl.store(pair + BT * BT, tl.where(ii > jj, Y * (0.0 - b)[:, None] * b[None, :], 0.0).to(pairs.dtype.element_ty))
     for column in tl.range(0, K, BK):
@@ -119,14 +139,16 @@ def products_of(
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "NT", "tasks"])
 def products_kernel(
-    do, dv, vectors, states, dstates, residuals, pairs, own, products, inner, dbeta,
+    v, o, do, dv, vectors, states, dstates, residuals, pairs, own, products, inner, dbeta,
     cu_seqlens, chunk_indices, chunk_offsets, tasks, scale, T, N, NT,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr, LOOP: tl.constexpr,
+    PACKED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
-    """do ``[tokens, HV, V]``; dv likewise holds dw and becomes dv; states, dstates ``[slots, HV, V, K]``; residuals
-    ``[slots, HV, V, BT]``. Writes dbeta ``[tokens, HV]`` of the raw beta, pairs ``[slots, HV, 2, BT, BT]`` (Z and Y for
-    i > j), own ``[slots, HV, BT]`` fp32 (the diagonal of Z), products ``[slots, HV, 3, BT, K]`` (scale do S^T,
+    """v, o, do ``[tokens, HV, V]``; dv likewise holds dw and becomes dv; states, dstates ``[slots, HV, V, K]``;
+    residuals ``[slots, HV, V, BT]``. Writes dbeta ``[tokens, HV]`` of the raw beta, pairs ``[slots, HV, 2, BT, BT]`` (Z
+    and Y for i > j), own ``[slots, HV, 3, BT]`` fp32 (the diagonal of Z; with L2NORM <q^, dq^> and <k^, dk^>; with LOOP
+    the diagonal and one row to work in), products ``[slots, HV, 3, BT, K]`` (scale do S^T,
     -b dw S^T, b e D^T) and inner ``[slots, HV, K]`` fp32 (sum_v S D). Heads fastest; one slot and head a program, or
     with LOOP ``tasks`` that programs walk."""
     pid = tl.program_id(0)
@@ -140,9 +162,9 @@ def products_kernel(
                 live = tl.load(chunk_indices + 2 * slot.to(tl.int64)) >= 0
             if live:
                 products_of(
-                    slot, hv, slot.to(tl.int64) * HV + hv, do, dv, vectors, states, dstates, residuals, pairs, own,
+                    slot, hv, slot.to(tl.int64) * HV + hv, v, o, do, dv, vectors, states, dstates, residuals, pairs, own,
                     products, inner, dbeta, cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT, HV, K, V, BT, BK,
-                    BV, PACKED, SIGMOID, FACTOR, PRECISION, True,
+                    BV, PACKED, L2NORM, SIGMOID, FACTOR, PRECISION, True,
                 )  # fmt: skip
             else:
                 if PACKED:
@@ -156,7 +178,7 @@ def products_kernel(
                 clear_products(slot, hv, dv, dbeta, cu_seqlens, chunk_offsets, T, N, HV, V, BT, BV)
                 return
         products_of(
-            slot, hv, at, do, dv, vectors, states, dstates, residuals, pairs, own, products, inner, dbeta, cu_seqlens,
-            chunk_indices, chunk_offsets, scale, T, N, NT, HV, K, V, BT, BK, BV, PACKED, SIGMOID, FACTOR, PRECISION,
-            False,
+            slot, hv, at, v, o, do, dv, vectors, states, dstates, residuals, pairs, own, products, inner, dbeta,
+            cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT, HV, K, V, BT, BK, BV, PACKED, L2NORM, SIGMOID,
+            FACTOR, PRECISION, False,
         )  # fmt: skip

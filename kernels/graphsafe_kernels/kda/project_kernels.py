@@ -1,13 +1,8 @@
-"""l2norm's gradient in KDA, which needs whole rows of dq and dk.
+"""What KDA's gradients by levels, which are made by blocks of columns, leave to whole rows.
 
-Of x^ = r x with r the inverse norm, and dx^ the gradient of x^:
+l2norm's gradient, of x^ = r x with r the inverse norm, and dx^ the gradient of x^:
 
     dx = r (dx^ - <x^, dx^> x^)
-
-Requirements
-------------
-1. With HALVES gradients of 16 bits are rounded once: dx^ waits for its projection in fp32, the upper 16 bits of each
-   number in the gradient's own memory and the lower ones in that of a product that has been read.
 """
 
 import triton
@@ -18,39 +13,17 @@ from graphsafe_kernels.kda.prepare_kernels import VECTORS
 
 
 @triton.jit
-def store_halves(x, upper, lower, mask):
-    """Write the bits of fp32 x in two halves, to pointers to numbers of 16 bits."""
-    bits = x.to(tl.uint32, bitcast=True)
-    tl.store(upper, (bits >> 16).to(tl.uint16).to(upper.dtype.element_ty, bitcast=True), mask=mask)
-    tl.store(lower, bits.to(tl.uint16).to(lower.dtype.element_ty, bitcast=True), mask=mask)
-
-
-@triton.jit
-def load_halves(upper, lower, mask):
-    """The fp32 numbers that ``store_halves`` wrote; zero where not mask."""
-    high = tl.load(upper, mask=mask, other=0.0).to(tl.uint16, bitcast=True).to(tl.uint32)
-    low = tl.load(lower, mask=mask, other=0.0).to(tl.uint16, bitcast=True).to(tl.uint32)
-    return (high << 16 | low).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def project(q, k, dq, dk, rest, row, rows, hq, hv, i, m, rq, rk, rows_q, rows_k, H: tl.constexpr, HV: tl.constexpr,
-            K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
-    """l2norm's gradient: dq and dk of one head, less their parts along q and k. HALVES: they hold the upper bits, and
-    ``rest`` ``[2, BT, K]`` the lower ones."""
+def project(q, k, dq, dk, row, rows, hq, hv, i, m, rq, rk, rows_q, rows_k, H: tl.constexpr, HV: tl.constexpr,
+            K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """l2norm's gradient: dq and dk of one head, less their parts along q and k."""
     for column in tl.range(0, K, BK):
         c = column + tl.arange(0, BK)
         inside = m[:, None] & (c < K)[None, :]
         out = (row + i)[:, None] * (HV * K) + hv * K + c[None, :]
         kh = load_rows(k + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32) * rk[:, None]
         qh = load_rows(q + hq * K, row, rows, column, K, H * K, BT, BK).to(tl.float32) * rq[:, None]
-        if HALVES:
-            place = rest + i[:, None] * K + c[None, :]
-            dqh = load_halves(dq + out, place, inside)
-            dkh = load_halves(dk + out, place + BT * K, inside)
-        else:
-            dqh = tl.load(dq + out, mask=inside, other=0.0).to(tl.float32)
-            dkh = tl.load(dk + out, mask=inside, other=0.0).to(tl.float32)
+        dqh = tl.load(dq + out, mask=inside, other=0.0).to(tl.float32)
+        dkh = tl.load(dk + out, mask=inside, other=0.0).to(tl.float32)
         dqh = (dqh - qh * rows_q[:, None]) * rq[:, None]
         dkh = (dkh - kh * rows_k[:, None]) * rk[:, None]
         tl.store(dq + out, dqh.to(dq.dtype.element_ty), mask=inside)
@@ -91,5 +64,5 @@ def project_kernel(
             if L2NORM:
                 rk = tl.load(vectors + at * (VECTORS * BT) + BT + i)
                 rq = tl.load(vectors + at * (VECTORS * BT) + 3 * BT + i)
-                project(q, k, dq, dk, row_sums, row, rows, hv // (HV // H), hv, i, i < rows, rq, rk, rows_q, rows_k, H,
-                        HV, K, BT, BK, False)  # fmt: skip
+                project(q, k, dq, dk, row, rows, hv // (HV // H), hv, i, i < rows, rq, rk, rows_q, rows_k, H, HV, K, BT,
+                        BK)  # fmt: skip

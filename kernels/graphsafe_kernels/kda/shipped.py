@@ -72,7 +72,7 @@ def record(kind: str, dtype: torch.dtype, width: int, chunk_size: int, sequences
     final = meta(*state, dtype=fp32) if full else None
     for keep in (False, True):
         _, kept = launch.forward(problem, tables, x, final, None, keep, kind=kind, start=start)
-        launch.backward(problem, tables, x, kept, meta(*values), final, kind=kind, start=start)
+        launch.backward(problem, tables, x, kept, meta(*values), meta(*values), final, kind=kind, start=start)
     yield from found.values()
 
 
