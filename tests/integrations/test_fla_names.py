@@ -20,7 +20,7 @@ from graphsafe_kernels.integrations import fla_names, install_fla_names
 
 @pytest.fixture
 def installed(monkeypatch):
-    """The names, as in a process that has not imported the other package: ``transformers`` does where it is installed."""
+    """The names, as in a process that has not imported the other package, which ``transformers`` imports if it can."""
     for name in [n for n in sys.modules if n.partition(".")[0] == "fla"]:
         monkeypatch.delitem(sys.modules, name)
     install_fla_names(replace=True)

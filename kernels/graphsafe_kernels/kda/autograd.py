@@ -83,7 +83,7 @@ def _forward(choose: Any, device: torch.device, options: DeltaRuleOptions, train
 
 @functools.lru_cache(maxsize=1024)
 def _backward(choose: Any, device: torch.device, options: DeltaRuleOptions, specs: tuple[Any, ...]) -> Program:
-    """The backward of operands, tables, what is kept, o, and the gradients of o and the final states, like ``specs``."""
+    """The backward of operands, tables, what is kept, o, and gradients of o and the final states, like ``specs``."""
 
     def run(start: launch.Start, *inputs: Any) -> tuple[torch.Tensor | None, ...]:
         x, tables = launch.Operands(*inputs[:OPERANDS]), _tables(inputs[OPERANDS : OPERANDS + 3], options)

@@ -66,9 +66,10 @@ class Configuration:
     products take; ``chain_block``, ``clear_block``: of V; ``save_stages``: of a forward chain that keeps states.
     ``reverse_block``, ``reverse_warps``: of the backward's chains; ``store_block``: columns of K in which they store
     states. ``pack``: bf16 is rounded to two elements at a time. ``keep_tiles``: a forward leaves its tiles unasked.
-    ``half_inverse``: the triangular system by fp16 dots; ``tiles``: chains load by descriptors; ``safe``: pairs within a
-    tile by the bounded form, ``pairs``: type of the dots that meet pairs. ``levels``: pairs by levels of the whole chunk. ``span``: chunks of a segment; 0: no
-    sequence is cut. ``cores``: a grid has at most this many programs, which walk tasks; 0: a program has one task.
+    ``half_inverse``: the triangular system by fp16 dots; ``tiles``: chains load by descriptors; ``safe``: pairs within
+    a tile by the bounded form, ``pairs``: type of the dots that meet pairs. ``levels``: pairs by levels of the whole
+    chunk. ``span``: chunks of a segment; 0: no sequence is cut. ``cores``: a grid has at most this many programs, which
+    walk tasks; 0: a program has one task.
     """
 
     key_block: int

@@ -162,9 +162,9 @@ def products_kernel(
                 live = tl.load(chunk_indices + 2 * slot.to(tl.int64)) >= 0
             if live:
                 products_of(
-                    slot, hv, slot.to(tl.int64) * HV + hv, v, o, do, dv, vectors, states, dstates, residuals, pairs, own,
-                    products, inner, dbeta, cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT, HV, K, V, BT, BK,
-                    BV, PACKED, L2NORM, SIGMOID, FACTOR, PRECISION, True,
+                    slot, hv, slot.to(tl.int64) * HV + hv, v, o, do, dv, vectors, states, dstates, residuals, pairs,
+                    own, products, inner, dbeta, cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT, HV, K, V,
+                    BT, BK, BV, PACKED, L2NORM, SIGMOID, FACTOR, PRECISION, True,
                 )  # fmt: skip
             else:
                 if PACKED:
