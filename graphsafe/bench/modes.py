@@ -15,7 +15,8 @@ Requirements
 ------------
 1. All arms of a case run the same body on the same batch; what they return is compared before any is timed.
 2. An arm that a provider refuses, or that cannot be captured, is absent and its reason is kept. A provider that refuses
-   ``use_graph=True`` has no such switch: it is never handed ``use_graph``.
+   ``use_graph=True`` has no such switch: it is never handed ``use_graph``. A library's function of ``torch.compile``,
+   which the guard refuses because it cannot know it to be warm, is warm here: its graph-live is captured without guard.
 3. Everything goes through the runtime's protocol: the same code measures every device.
 """
 
@@ -27,6 +28,7 @@ from typing import Any
 
 from graphsafe.bench.timing import timed_once
 from graphsafe.bench.workloads import Tensors, Workload
+from graphsafe.errors import GraphSafeError
 from graphsafe.verify import verify_replay
 
 __all__ = ["CONTROLS", "MODES", "GraphFacts", "Prepared", "prepare", "reason_of"]
@@ -171,11 +173,11 @@ def _add_fixed(
     made.results |= {"eager-fixed": fixed(), "graph-replay": result}
 
 
-def _captured(runtime: Any, body: Callable[[], Tensors]) -> tuple[Any, Tensors, float]:
+def _captured(runtime: Any, body: Callable[[], Tensors], guard: str = "normal") -> tuple[Any, Tensors, float]:
     kept: list[Any] = []
 
     def record() -> None:
-        with runtime.capture() as graph:
+        with runtime.capture(guard=guard) as graph:
             result = body()
             graph.outputs(result)
         kept.extend((graph, result))
@@ -187,7 +189,13 @@ def _captured(runtime: Any, body: Callable[[], Tensors]) -> tuple[Any, Tensors, 
 def _add_live_capture(made: Prepared, live: Callable[[], Tensors], runtime: Any) -> None:
     try:
         runtime.warm_up(live)
-        graph, result, _ = _captured(runtime, live)
+        try:
+            graph, result, _ = _captured(runtime, live)
+        except GraphSafeError as problem:
+            if problem.rule.name != "cold-kernel":
+                raise
+            # A library's compiled function, which the guard cannot know to be warm, is: this layout alone is replayed.
+            graph, result, _ = _captured(runtime, live, guard="off")
     except Exception as problem:  # whatever a library does inside a capture; the reason is reported
         made.refusals["graph-live"] = reason_of(problem)
         return

@@ -200,6 +200,14 @@ def test_a_library_that_reads_the_host_keeps_its_eager_times(monkeypatch: pytest
     assert "GS101 host-read" in result["refusals"]["graph-live"]
 
 
+def test_a_library_with_compiled_functions_is_captured_on_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile(lambda o: o * 1.0, backend="eager")
+    monkeypatch.setitem(registry._providers, "planted", Planted(compiled, unsafe="its grids follow the lengths"))
+    (result,) = bench(small(), providers=("planted",)).run()["results"]
+    assert result["status"] == "ok"
+    assert set(result["times"]) == {"eager-live", "graph-live"}
+
+
 def test_an_interrupted_run_reports_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = tmp_path / "journal.jsonl"
     cases = (TABLES, small(), Case("tables", 128, 2))
