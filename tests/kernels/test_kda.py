@@ -397,6 +397,21 @@ def test_changed_boundaries_are_noticed(device):
         o.sum().backward()
 
 
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_an_output_written_to_in_place_is_noticed(device, l2norm):
+    """l2norm's gradient reads o: what is no longer o is refused, not used."""
+    b = batch(device, [20])
+    q = b.q.requires_grad_()
+    o, _ = chunk_kda(q, b.k, b.v, b.g, b.beta, cu_seqlens=b.cu, use_qk_l2norm_in_kernel=l2norm)
+    o.mul_(2)
+    if not l2norm:
+        o.sum().backward()
+        assert torch.isfinite(q.grad).all()
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
 @pytest.mark.parametrize("name", ["three value heads", "softplus gate, negative eigenvalues", "strong gates"])
 def test_pairs_by_levels_in_task_loops(device, configured, name):
     """The form that Ascend runs, on any device: the same values, padding zero, whatever programs walk the tasks."""

@@ -109,7 +109,7 @@ class _ChunkKda(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options, ctx.tables = options, tables
         ctx.boundaries = None if tables is None else SavedBoundaries.of("chunk_kda", tables)
-        ctx.save_for_backward(*operands, *kept, o)
+        ctx.save_for_backward(*operands, *kept, o if options.qk_l2norm else None)
         return o, final  # type: ignore[return-value]
 
     @staticmethod

@@ -279,11 +279,11 @@ def forward(problem: Problem, tables: ChunkTables | None, x: Operands, final_sta
     return o, kept if keep_tiles else kept._replace(kg=None, qg=None, kd=None)
 
 
-def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Kept, o: torch.Tensor, do: torch.Tensor,
-             dfinal_state: torch.Tensor | None, *, kind: str | None = None,
+def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Kept, o: torch.Tensor | None,
+             do: torch.Tensor, dfinal_state: torch.Tensor | None, *, kind: str | None = None,
              start: Start = start) -> Gradients:  # fmt: skip
-    """The gradients of every operand from o, its gradient and, where it was returned, the final state's. All
-    contiguous."""
+    """The gradients of every operand from o, which only l2norm needs, its gradient and, where it was returned, the
+    final state's. All contiguous."""
     c = choose(problem, kind or device_kind(x.q.device), x.q.dtype)
     slots, hv, bt, kw = _slots(problem, tables), problem.value_heads, problem.chunk_size, problem.key_width
     index, layout, sizes = _index(tables), _layout(problem), _sizes(problem, tables)

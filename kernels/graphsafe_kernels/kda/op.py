@@ -99,7 +99,8 @@ def chunk_kda(
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype, and the states or None. With
         ``return_intermediate_states`` also the state at the start of every chunk, ``[B, chunks, HV, K, V]``, or for a
-        packed batch one per slot, ``[1, slots, HV, K, V]``, zero in unused slots.
+        packed batch one per slot, ``[1, slots, HV, K, V]``, zero in unused slots. With ``use_qk_l2norm_in_kernel`` o
+        may be kept for the backward: autograd refuses one after o was written to in place.
 
     Raises:
         ArgumentError: wrong shape, dtype, device, value or combination (GS108).
