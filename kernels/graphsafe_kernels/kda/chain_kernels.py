@@ -33,6 +33,7 @@ from graphsafe_kernels.delta.row_kernels import (
 )
 from graphsafe_kernels.gdn.segment_kernels import segment_gradient, segment_state
 from graphsafe_kernels.kda.prepare_kernels import VECTORS
+from graphsafe_kernels.masks import spread
 
 
 @triton.jit
@@ -164,7 +165,7 @@ def forward_chain(
         )  # fmt: skip
     if FINAL:
         if SEGMENTS > 1:
-            tl.store(final_state + place, S, mask=mask & final)
+            tl.store(final_state + place, S, mask=mask & spread(final))
         else:
             store_state(final_state, S, place, mask, n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
 
@@ -243,7 +244,7 @@ def reverse_chain(
         )  # fmt: skip
     if INITIAL:
         if SEGMENTS > 1:
-            tl.store(dinitial_state + place, D, mask=mask & (segment == 0))
+            tl.store(dinitial_state + place, D, mask=mask & spread(segment == 0))
         else:
             store_state(dinitial_state, D, place, mask, n, hv, i_v, HV, K, V, BK, BV, V_FIRST)
 
