@@ -300,8 +300,9 @@ class GraphedCallable:
             raise error("structure", "the function takes tables, but no argument is called cu_seqlens")
         if plan.groups and not self.buckets:
             raise error(
-                "capacity", f"argument {plan.groups[0].boundaries!r} needs a capacity: pass buckets=[Bucket(...)]"
-            )
+                "capacity", f"argument {plan.groups[0].boundaries!r} needs a capacity, and no bucket was given",
+                remedy="Pass buckets=[Bucket(...)] to graphed(), or bucket=Bucket(...) to TrainStep.",
+            )  # fmt: skip
         return plan
 
     def _overflow(self, call: Call, reason: str) -> Any:

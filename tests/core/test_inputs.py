@@ -139,3 +139,11 @@ def test_figures_are_json():
 def test_one_bucket_in_place_of_a_list_is_refused_by_name():
     with pytest.raises(gs.ArgumentError, match=r"buckets=\[bucket\]"):
         gs.graphed(lambda x, cu_seqlens: x, runtime=gs.get_runtime("cpu"), buckets=gs.Bucket(8, 1))
+
+
+def test_a_packed_function_without_a_bucket_is_told_what_to_pass():
+    step = gs.graphed(lambda x, cu_seqlens, tables: x, runtime=gs.get_runtime("cpu"))
+    with pytest.raises(gs.GraphSafeError, match=r"cu_seqlens.*needs a capacity") as refused:
+        step(torch.ones(1, 4, 2), torch.tensor([0, 4]))
+    assert "buckets=" in str(refused.value)
+    assert "bucket=" in str(refused.value)
