@@ -13,6 +13,8 @@ from graphsafe_kernels.conv import autograd as conv
 from graphsafe_kernels.conv import causal_conv1d
 from graphsafe_kernels.gdn import autograd as gdn
 from graphsafe_kernels.gdn import chunk_gated_delta_rule, configurations
+from graphsafe_kernels.kda import autograd as kda
+from graphsafe_kernels.kda import chunk_kda, launch
 from graphsafe_kernels.tables import build_tables
 
 
@@ -33,7 +35,9 @@ def masks(device, monkeypatch):
             monkeypatch.setattr(InterpreterBuilder, name, kept)
     monkeypatch.setitem(backend.TRITON, "causal_conv1d", conv.__name__)
     monkeypatch.setitem(backend.TRITON, "chunk_gated_delta_rule", gdn.__name__)
-    monkeypatch.delitem(backend.DEVICES, "chunk_gated_delta_rule", raising=False)
+    monkeypatch.setitem(backend.TRITON, "chunk_kda", kda.__name__)
+    for name in ("chunk_gated_delta_rule", "chunk_kda"):
+        monkeypatch.delitem(backend.DEVICES, name, raising=False)
     backend._load.cache_clear()
     yield seen
     backend._load.cache_clear()
@@ -63,13 +67,28 @@ def carry(cu, device, monkeypatch, **fields):
     (o.sum() + final.sum()).backward()
 
 
-@pytest.mark.parametrize("what", ["tables", "convolution", "delta rule", "delta rule, cut"])
+def carry_channels(cu, device, monkeypatch, **fields):
+    """KDA, its sequences cut or not."""
+    chosen = launch.choose
+    monkeypatch.setattr(launch, "choose", lambda *key: dataclasses.replace(chosen(*key), **fields))
+    q, k, v, g = (torch.randn(1, 80, 1, 16, device=device, requires_grad=True) for _ in range(4))
+    beta = torch.rand(1, 80, 1, device=device, requires_grad=True)
+    state = torch.randn(3, 1, 16, 16, device=device, requires_grad=True)
+    o, final = chunk_kda(q, k, v, g.abs().neg(), beta, initial_state=state, output_final_state=True, chunk_size=32,
+                         use_qk_l2norm_in_kernel=True, cu_seqlens=cu)  # fmt: skip
+    (o.sum() + final.sum()).backward()
+
+
+@pytest.mark.parametrize("what", ["tables", "convolution", "delta rule", "delta rule, cut", "KDA", "KDA, cut"])
 def test_masks_are_boolean(device, masks, monkeypatch, what):
     cu = torch.tensor([0, 20, 20, 37], dtype=torch.int32, device=device)
+    long = torch.tensor([0, 40, 40, 75], dtype=torch.int32, device=device)
     call = {
         "tables": lambda: build_tables(cu, 40, 16),
         "convolution": lambda: convolve(cu, device),
         "delta rule": lambda: carry(cu, device, monkeypatch),
+        "KDA": lambda: carry_channels(long, device, monkeypatch),
+        "KDA, cut": functools.partial(carry_channels, long, device, monkeypatch, span=1),
         "delta rule, cut": functools.partial(carry, cu, device, monkeypatch, span=1, reverse_span=1),
     }
     call[what]()
