@@ -9,7 +9,7 @@ replay, eager (the operator called eagerly at the batch's own size, waited for a
 Times are microseconds. Replays: medians of a captured graph, 256 MB written before each sample, the arms of a shape in
 turn; *idle* waits for the device before a replay is asked for, *queued* asks for it behind the write. Before a shape is
 replayed, the results and gradients of its first and last head are compared with fp64, the peer's beside them. What the
-peer chooses at its first call it chooses at the longest shape. ``ratio``: this project's time over the peer's. Kernels
+peer chooses at its first call it chooses at ``--peer-first``, the longest shape unless said. ``ratio``: this project's time over the peer's. Kernels
 one by one: the device's own times in the profiler, means over eager calls. H = HV, K = V = 128, bf16, l2norm and gate
 in the kernel, lower bound -5, safe gate or not, initial and final state.
 """
@@ -306,6 +306,7 @@ def main() -> None:
     parser.add_argument("--warm-only", action="store_true", help="compile and stop")
     parser.add_argument("--warm-peer", action="store_true", help="compile the peer's choices beforehand too")
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--peer-first", help="the shape of the peer's first call, at which it chooses")
     parser.add_argument("--json")
     args = parser.parse_args()
     began = time.time()
@@ -341,10 +342,11 @@ def main() -> None:
         return
     with_peer = fla_chunk_kda is not None and args.peer
     emit(section="device", name=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
-         ptxas=os.environ.get("TRITON_PTXAS_PATH", "Triton's"))  # fmt: skip
+         ptxas=os.environ.get("TRITON_PTXAS_PATH", "Triton's"), peer_first=args.peer_first or "longest")  # fmt: skip
     if with_peer:
         for heads, safe in itertools.product(all_heads, gates):
-            for call in peer_calls(Case(*max(shapes), heads, safe=safe)):
+            first = tuple(map(int, args.peer_first.split("x"))) if args.peer_first else max(shapes)
+            for call in peer_calls(Case(*first, heads, safe=safe)):
                 call()
     if "stages" in args.sections:
         for choices, safe in itertools.product(chosen, gates):

@@ -86,12 +86,12 @@ class Program:
         return _Tile(self._number(argument.base), fields)
 
     def start(self, kernel: Any, grid: int, arguments: tuple[Any, ...], constants: dict[str, Any], *, warps: int,
-              stages: int = 1) -> None:  # fmt: skip
-        """Record a launch: ``arguments`` are tensors, descriptors and None, then numbers."""
+              stages: int = 1, **more: Any) -> None:  # fmt: skip
+        """Record a launch: ``arguments`` are tensors, descriptors and None, then numbers; ``more``: other options."""
         if not grid:
             return
         count = next((i for i, a in enumerate(arguments) if isinstance(a, (int, float))), len(arguments))
-        options = {"num_warps": warps, "num_stages": stages}
+        options = {"num_warps": warps, "num_stages": stages, **more}
         prepared = _prepared(kernel, tuple(map(_kind, arguments[:count])), tuple(constants.items()),
                              tuple(options.items()))  # fmt: skip
         launch = prepared.bind(self._device, grid, arguments[count:])

@@ -23,6 +23,7 @@ Requirements
 import triton
 import triton.language as tl
 
+from graphsafe_kernels.delta.overlap_kernels import follow
 from graphsafe_kernels.delta.row_kernels import (
     load_rows,
     load_state,
@@ -264,7 +265,7 @@ def forward_chain_kernel(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, V_FIRST: tl.constexpr, SAVE: tl.constexpr,
     INTERMEDIATES: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, SEGMENTS: tl.constexpr,
-    PRECISION: tl.constexpr, LOOP: tl.constexpr,
+    PRECISION: tl.constexpr, LOOP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Output and final state. One task per sequence, segment, value head and block of BV columns, blocks fastest; a
     program has one, or with LOOP walks them (and sequences are whole).
@@ -273,6 +274,7 @@ def forward_chain_kernel(
     intermediates ``[slots, HV, K, V]`` fp32 (or V, K) with INTERMEDIATES; ends and transitions as ``segment_kernels``
     leaves them, with SEGMENTS > 1. ``*_tiles``: descriptors, used with TILES.
     """
+    follow(OVERLAP)
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     if LOOP:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graphsafe_kernels.delta.overlap_kernels import AVAILABLE
 from graphsafe_kernels.policy import KINDS
 
 __all__ = ["Configuration", "Problem", "choose"]
@@ -69,7 +70,7 @@ class Configuration:
     ``half_inverse``: the triangular system by fp16 dots; ``tiles``: chains load by descriptors; ``safe``: pairs within
     a tile by the bounded form, ``pairs``: type of the dots that meet pairs. ``levels``: pairs by levels of the whole
     chunk. ``span``: chunks of a segment; 0: no sequence is cut. ``cores``: a grid has at most this many programs, which
-    walk tasks; 0: a program has one task.
+    walk tasks; 0: a program has one task. ``overlap``: the forward's launches come while what is before them ends.
     """
 
     key_block: int
@@ -98,6 +99,7 @@ class Configuration:
     span: int
     levels: bool
     cores: int
+    overlap: bool
 
     def programs(self, tasks: int) -> int:
         """The grid of a kernel with that many tasks."""
@@ -179,4 +181,5 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         span=span,
         levels=cores > 0,
         cores=cores,
+        overlap=kind in ("sm_90", "sm_100") and AVAILABLE,
     )

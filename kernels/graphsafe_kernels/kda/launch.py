@@ -42,10 +42,11 @@ Index = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None
 
 
 def start(kernel: Any, grid: int, arguments: tuple[Any, ...], constants: dict[str, Any], *, warps: int,
-          stages: int = 1) -> None:  # fmt: skip
-    """Launch ``grid`` programs of a kernel: its run-time arguments in order, then its compile-time constants."""
+          stages: int = 1, **more: Any) -> None:  # fmt: skip
+    """Launch ``grid`` programs of a kernel: its run-time arguments in order, then its compile-time constants; ``more``:
+    other options of Triton's."""
     if grid:
-        kernel[(grid,)](*arguments, **constants, num_warps=warps, num_stages=stages)
+        kernel[(grid,)](*arguments, **constants, num_warps=warps, num_stages=stages, **more)
 
 
 class Operands(NamedTuple):
@@ -124,6 +125,11 @@ def _beta(problem: Problem) -> dict[str, Any]:
     return {"SIGMOID": problem.beta_scale is not None, "FACTOR": problem.beta_scale or 1.0}
 
 
+def _early(c: Configuration) -> dict[str, Any]:
+    """How a launch whose kernel waits for what is before it (``overlap_kernels``) is made to come early."""
+    return {"launch_pdl": True} if c.overlap else {}
+
+
 def _tile(tensor: torch.Tensor | None, width: int, block: tuple[int, int]) -> Any:
     """A descriptor of ``tensor`` as a matrix with rows of ``width`` and tiles of ``block``."""
     if tensor is None:
@@ -152,12 +158,13 @@ def _prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, sta
         **_beta(problem), "SCORES": scores, "INTERMEDIATES": intermediates is not None,
         "INVERSE": tl.float16 if c.half_inverse else tl.float32,
         "REFINE": c.half_inverse and problem.beta_scale != 1.0, "LEVELS": c.levels,
+        "OVERLAP": c.overlap,
     }  # fmt: skip
     start(
         prepare_kernel, c.programs(slots * hv),
         (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, kg, qg, kd, *kept[:5], o, intermediates, *_index(tables),
          slots * hv if c.levels else None, problem.scale, problem.lower_bound, *_layout(problem)),
-        constants, warps=c.prepare_warps,
+        constants, warps=c.prepare_warps, **_early(c),
     )  # fmt: skip
     return kept._replace(kg=kg, qg=qg, kd=kd)
 
@@ -265,7 +272,7 @@ def forward(problem: Problem, tables: ChunkTables | None, x: Operands, final_sta
         **_sizes(problem, tables), "V": problem.value_width, "BK": c.key_block, "BV": c.chain_block,
         "INITIAL": x.initial_state is not None, "FINAL": final_state is not None, "V_FIRST": problem.state_v_first,
         "SAVE": keep, "INTERMEDIATES": intermediates is not None, "TILES": use, "STAGES": stages, "SEGMENTS": segments,
-        "PRECISION": c.precision, "LOOP": c.cores > 0,
+        "PRECISION": c.precision, "LOOP": c.cores > 0, "OVERLAP": c.overlap,
     }  # fmt: skip
     start(
         forward_chain_kernel,
@@ -274,7 +281,7 @@ def forward(problem: Problem, tables: ChunkTables | None, x: Operands, final_sta
          kept.residuals, intermediates, x.initial_state, final_state, kept.ends, kept.transitions,
          *_chain_tiles(problem, c, use, kept, (x.v,), (c.chain_block, c.key_block)),
          _transition_tiles(c, use, kept.transitions), cu_seqlens, chunk_offsets, *_layout(problem), c.span),
-        constants, warps=c.chain_warps, stages=stages,
+        constants, warps=c.chain_warps, stages=stages, **_early(c),
     )  # fmt: skip
     return o, kept if keep_tiles else kept._replace(kg=None, qg=None, kd=None)
 

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from graphsafe_kernels.delta.gate_kernels import activated_beta
 from graphsafe_kernels.delta.inverse_kernels import correction_tile, refine_tile
+from graphsafe_kernels.delta.overlap_kernels import follow
 from graphsafe_kernels.delta.row_kernels import clear_rows, load_rows, locate_slot, padding_rows
 from graphsafe_kernels.kda.decay_kernels import (
     TILE,
@@ -277,6 +278,7 @@ def prepare_kernel(
     SCALED: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, SCORES: tl.constexpr,
     SAFE: tl.constexpr, INTERMEDIATES: tl.constexpr, PAIRS: tl.constexpr,
     INVERSE: tl.constexpr, REFINE: tl.constexpr, PRECISION: tl.constexpr, LEVELS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One task per slot and value head, heads fastest: one a program, or with LEVELS ``tasks`` (else None) that they
     walk.
@@ -288,6 +290,7 @@ def prepare_kernel(
     K * V]`` are cleared. SAFE: the gates are bounded. PAIRS, INVERSE: types of the dots that
     meet pairs of tokens, and solve the triangular system. REFINE: beta may pass 1. LEVELS: pairs are met by levels,
     whatever the bound, and there are no tile_decays."""
+    follow(OVERLAP)
     pid = tl.program_id(0)
     if LEVELS:
         for step in tl.range(0, tasks - pid, tl.num_programs(0)):

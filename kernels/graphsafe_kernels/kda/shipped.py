@@ -50,7 +50,7 @@ def record(kind: str, dtype: torch.dtype, width: int, chunk_size: int, sequences
     found: dict[tuple[Any, ...], Shipped] = {}
 
     def start(kernel: Any, grid: int, arguments: tuple[Any, ...], constants: dict[str, Any], *, warps: int,
-              stages: int = 1) -> None:  # fmt: skip
+              stages: int = 1, **more: Any) -> None:  # fmt: skip
         types = dict(zip(kernel.arg_names, map(_kind, arguments), strict=False))
         part = ", ".join(f"{n}={constants[n]}" for n in ("SCORES", "SAVE", "RECOMPUTE") if n in constants)
         entry = Shipped(kernel, f"{name}{f' ({part})' if part else ''}", types, constants, warps, stages)
