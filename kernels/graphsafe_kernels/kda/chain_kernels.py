@@ -210,6 +210,19 @@ def reverse_step(
 
 
 @triton.jit
+def reverse_rest(D, at, row, left, hv, i_v, qg, do, vectors, qg_tiles, do_tiles, HV: tl.constexpr, K: tl.constexpr,
+                 V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr,
+                 PRECISION: tl.constexpr):  # fmt: skip
+    """D, the gradient of a chunk's first state, with what scale r_q do lost when :func:`reverse_step` rounded it: half
+    of D's error where a state is forgotten within the chunk."""
+    DT: tl.constexpr = qg.dtype.element_ty
+    qgt = load_chunk(qg, qg_tiles, at, K, BT, BK, TILES)
+    x = load_values(do, do_tiles, row, left, hv, i_v, HV, V, BT, BV, TILES).to(tl.float32)
+    x *= tl.load(vectors + at * (VECTORS * BT) + 2 * BT + tl.arange(0, BT))[None, :]
+    return tl.dot((x - x.to(DT).to(tl.float32)).to(DT), qgt, D, input_precision=PRECISION)
+
+
+@triton.jit
 def reverse_chain(
     n, segment, hv, i_v, kg, qg, kd, do, correction, scores, vectors, decay, dw, dstates, dfinal_state, dinitial_state,
     dends, transitions, kg_tiles, qg_tiles, kd_tiles, do_tiles, correction_tiles, scores_tiles, dstates_tiles,
@@ -244,6 +257,9 @@ def reverse_chain(
             dstates_tiles, HV, K, V, BT, BK, BV, True, TILES, PRECISION,
         )  # fmt: skip
     if INITIAL:
+        if (first == 0) & (length > 0):
+            D = reverse_rest(D, slot.to(tl.int64) * HV + hv, start, length, hv, i_v, qg, do, vectors, qg_tiles, do_tiles,
+                             HV, K, V, BT, BK, BV, TILES, PRECISION)  # fmt: skip
         if SEGMENTS > 1:
             tl.store(dinitial_state + place, D, mask=mask & spread(segment == 0))
         else:
