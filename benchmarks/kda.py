@@ -6,12 +6,13 @@
 Sections: stages (what the preparation writes, against fp64: a miscompiled kernel shows here first), check, kernels,
 replay, eager (the operator called eagerly at the batch's own size, waited for after each call).
 
-Times are microseconds. Replays: medians of a captured graph, 256 MB written before each sample, the arms of a shape in
-turn; *idle* waits for the device before a replay is asked for, *queued* asks for it behind the write. Before a shape is
-replayed, the results and gradients of its first and last head are compared with fp64, the peer's beside them. What the
-peer chooses at its first call it chooses at ``--peer-first``, the longest shape unless said. ``ratio``: this project's time over the peer's. Kernels
-one by one: the device's own times in the profiler, means over eager calls. H = HV, K = V = 128, bf16, l2norm and gate
-in the kernel, lower bound -5, safe gate or not, initial and final state.
+Times are microseconds. Replays: medians of a captured graph, 256 MB written before each sample, the arms of a shape
+in turn; *idle* waits for the device before a replay is asked for, *queued* asks for it behind the write. Before a
+shape is replayed, the results and gradients of its first and last head are compared with fp64, the peer's beside
+them. What the peer chooses at its first call it chooses at ``--peer-first``, the longest shape unless said.
+``ratio``: this project's time over the peer's. Kernels one by one: the device's own times in the profiler, means over
+eager calls. H = HV, K = V = 128, bf16, l2norm and gate in the kernel, lower bound -5, safe gate or not, initial and
+final state.
 """
 
 from __future__ import annotations

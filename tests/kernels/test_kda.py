@@ -168,8 +168,8 @@ def test_half_precision(device, dtype, options):
 
 
 def test_gradient_of_a_forgotten_state_is_rounded_once(device):
-    """Where gates are at their bound, the initial state's gradient is made of the first tokens: of its roundings there is
-    one left, that of the gated queries."""
+    """Where gates are at their bound, the initial state's gradient is made of the first tokens: of its roundings
+    there is one left, that of the gated queries."""
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
     b = batch(device, [40, 64, 0, 3], key=32, value=32, dtype=dtype, padding=5, gate=True)
     b.g = torch.full_like(b.g, 30.0)

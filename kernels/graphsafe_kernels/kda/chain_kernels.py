@@ -258,8 +258,8 @@ def reverse_chain(
         )  # fmt: skip
     if INITIAL:
         if (first == 0) & (length > 0):
-            D = reverse_rest(D, slot.to(tl.int64) * HV + hv, start, length, hv, i_v, qg, do, vectors, qg_tiles, do_tiles,
-                             HV, K, V, BT, BK, BV, TILES, PRECISION)  # fmt: skip
+            D = reverse_rest(D, slot.to(tl.int64) * HV + hv, start, length, hv, i_v, qg, do, vectors, qg_tiles,
+                             do_tiles, HV, K, V, BT, BK, BV, TILES, PRECISION)  # fmt: skip
         if SEGMENTS > 1:
             tl.store(dinitial_state + place, D, mask=mask & spread(segment == 0))
         else:
