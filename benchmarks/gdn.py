@@ -2,19 +2,22 @@
 
     python benchmarks/gdn.py --check --time --parts --variants all --json out.json
     python benchmarks/gdn.py --hard --time --peer fla flashqla --warm-peer 15 --json peers.json
+    python benchmarks/gdn.py --seeds 16 --only 1024x4 "8192x1 2/8" --peer fla --json seeds.json
 
 Times are medians of replays of a captured graph, in microseconds, 256 MB written before each sample: first with the
 device idle at the launch (host launch latency is in it), then queued behind the write. Errors are relative rms against
 the fp64 reference. With peers, all results and gradients of every arm are compared with fp64 at each shape before it is
 timed, the arms are replayed in turn, and what the peers choose at their first call they choose at the longest shape of
 its heads. ``ratio`` is this project's time over the peer's; ``worse`` names the results in which this project's error
-is above the peer's.
+is above the peer's. With ``--seeds`` errors are averaged over so many seeds, at the shapes and on the hard inputs
+(``gdn_seeds``).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -26,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gdn_seeds
 import torch
 import torch.nn.functional as F
 from peers import capture, compile_choices, gated_delta_rule, race
@@ -66,6 +70,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "apart": {"overlap": False},
     "in turn": {"beside": False},
     "uncut": {"span": 0, "reverse_span": 0, "beside": False},
+    "rounded beta": {"exact_beta": False},
+    "rounded N": {"even_correction": False},
 }  # fmt: skip
 TOUCHED = {
     "shipped": ("tables", "prepare", "cut", "prepare, cut", "chain", "reverse", "gradients", "finish"),
@@ -75,9 +81,11 @@ TOUCHED = {
     "apart": ("prepare",),
     "in turn": (),
     "uncut": ("chain",),
+    "rounded beta": ("gradients",),
+    "rounded N": ("prepare",),
 }
 """The parts that a variant changes; chain and reverse where nothing is said."""
-WHOLE = ("shipped", "three stages", "apart", "in turn", "uncut", "recompute", "keep")
+WHOLE = ("shipped", "three stages", "apart", "in turn", "uncut", "recompute", "keep", "rounded beta", "rounded N")
 """The variants timed as whole operators."""
 CHOSEN = configurations.configuration
 NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0")
@@ -109,12 +117,16 @@ class Case:
         self.beta = torch.rand(1, tokens, value_heads, device=DEVICE, generator=gen)
         self.h0 = r(sequences, value_heads, width, value_width)
         if hard:
-            alike, beta, gate = HARD[hard]
+            alike, beta, gate = (HARD | FAMILIES)[hard]
             if alike:
                 self.k = r(1, 1, heads, width) + alike * self.k
             if beta == "mixed":
                 self.beta = 2 * self.beta
                 self.beta[:, ::7] = 0
+            elif beta == "spread":
+                self.beta = 1.7 + 0.3 * self.beta
+            elif beta == "family":
+                self.beta = torch.full_like(self.beta, 1.7 + 0.3 * self.beta[0, 0, 0].item())
             elif beta is not None:
                 self.beta = torch.full_like(self.beta, beta)
             if gate is not None:
@@ -146,6 +158,9 @@ HARD: dict[str, tuple[float, Any, float | None]] = {
     "g -5": (0.0, None, -5.0), "g -20": (0.0, None, -20.0),
 }  # fmt: skip
 """Name -> (spread of the keys around a common one, beta, gate)."""
+FAMILIES = {"99.9% alike, a beta of 1.7..2, g -.01": (0.03, "family", -0.01),
+            "99.9% alike, betas of 1.7..2, g 0": (0.03, "spread", 0.0)}  # fmt: skip
+"""More of them for ``--seeds``: one beta a seed, and one a token."""
 
 
 CHECKS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -171,9 +186,9 @@ CHECKS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 """Name -> arguments of :class:`Case` for a comparison with the reference."""
 
 
-def shaped(name: str) -> Case:
+def shaped(name: str, seed: int = 0) -> Case:
     """The case of a shape's name."""
-    return Case(*SHAPES[name], ragged="ragged" in name)
+    return Case(*SHAPES[name], ragged="ragged" in name, seed=seed)
 
 
 def relative(out: list[Any], ref: list[Any]) -> dict[str, float]:
@@ -344,6 +359,7 @@ def main() -> None:
     parser.add_argument("--peer", nargs="*", default=[], choices=["fla", "flashqla"])
     parser.add_argument("--warm-peer", type=int, default=0, help="processes that compile the peers' choices before")
     parser.add_argument("--samples", type=int, default=21)
+    parser.add_argument("--seeds", type=int, default=0, help="mean errors over so many seeds, shapes and hard inputs")
     parser.add_argument("--json", default="", help="where to write every figure")
     a = parser.parse_args()
     names = list(VARIANTS) if a.variants == ["all"] else a.variants
@@ -390,6 +406,14 @@ def main() -> None:
         backend._load.cache_clear()
         for hard in HARD:
             compared(Case(300, 3, 16, 32, ragged=True, hard=hard), arms, note, hard=hard)
+    if a.seeds:
+        use({})
+        backend._load.cache_clear()
+        over = functools.partial(gdn_seeds.compare, arms=arms, exact=exact, relative=relative, seeds=a.seeds, note=note)
+        for hard in HARD | FAMILIES:
+            over(lambda seed, h=hard: Case(300, 3, 16, 32, ragged=True, hard=h, seed=seed), hard=hard)
+        for shape in a.only:
+            over(lambda seed, s=shape: shaped(s, seed), shape=shape)
     if a.replay:
         use({})
         backend._load.cache_clear()

@@ -185,6 +185,47 @@ def test_near_identical_keys(device, beta):
         assert max(found.values()) < (1e-4 if dtype == torch.float32 else 1e-2), (dtype, found)
 
 
+def test_alike_keys_rounded_so_that_sums_keep_what_entries_lose(device, configured):
+    """What is made of keys that are alike comes nearer by it on the whole; what is made of others keeps its bits."""
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16  # the interpreter's bf16 products are wrong
+    ratios = []
+    for seed, spread in ((0, 0.03), (1, 0.03), (0, 1.0)):
+        b = batch(device, [64], dtype=dtype, heads=2, seed=seed)
+        b.k = (b.k[:, :1] * (spread < 1) + spread * b.k).contiguous()
+        b.beta, b.g = torch.full_like(b.beta, 1.95), torch.full_like(b.g, -0.01)
+        got = []
+        for even in (False, True):
+            configured(even_correction=even)
+            got.append(run(b, chunk_size=64, **NORMED))
+        if spread == 1:
+            assert_same(*got)
+            continue
+        before, after = (errors(run(b, dtype=torch.float64, chunk_size=64, **NORMED), x) for x in got)
+        ratios += [after[name] / before[name] for name in after]
+    assert torch.tensor(ratios).log().mean().exp() < 0.9, ratios
+
+
+@pytest.mark.parametrize("spread", [1.0, 0.3, 0.03])
+def test_dbeta_without_the_rounding_of_its_rows_gradient(device, configured, spread):
+    """Nearer to fp64 by what dw's rounding was of it, and no farther where keys are alike and what it is made of
+    cancels; a beta of zero keeps <dw, e>."""
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    found = {}
+    for seed in range(4):
+        b = batch(device, [64], dtype=dtype, key=32, value=32, seed=seed)
+        if spread < 1:
+            b.k = (b.k[:, :1] + spread * b.k).contiguous()
+        want = run(b, dtype=torch.float64, chunk_size=64, **NORMED)["dbeta"]
+        got = {}
+        for exact in (False, True):
+            configured(exact_beta=exact)
+            got[exact] = run(b, chunk_size=64, **NORMED)
+            found[exact] = found.get(exact, 0.0) + (got[exact]["dbeta"].double() - want).square().sum().item()
+        assert all(torch.equal(t, got[True][name]) for name, t in got[False].items() if name != "dbeta")
+        assert torch.equal(*(x["dbeta"][b.beta == 0] for x in got.values()))
+    assert found[True] < {1.0: 0.8, 0.3: 0.9, 0.03: 1.05}[spread] * found[False], found
+
+
 @pytest.mark.parametrize("gate", [-5.0, -20.0, -1e4, -float("inf")])
 def test_strong_gates(device, gate):
     """A saturated gate forgets the state and leaves everything finite."""

@@ -13,6 +13,8 @@ Requirements
    so half precision does not overflow for keys of unit length, where those of the answer are at most 2.
 3. Half precision is as good as the operands' rounding where beta is at most 1. Beyond, keys that are alike make entries
    alternate, sums cancel, and :func:`refine_tile` makes up for it.
+4. Where keys are alike, what is made of N are sums over its rows and columns in which entries cancel, while each was
+   rounded by itself: :func:`even_tile` rounds so that such sums keep what their entries lose.
 """
 
 import triton
@@ -22,6 +24,9 @@ from triton.backends import backends
 BY_LEVELS: tl.constexpr = tl.constexpr("ascend" in backends)
 """Whether the system is solved by levels on whole matrices: the Ascend compiler pads a batch of tiles past its memory,
 and its time grows with the square of what is unrolled."""
+
+ALIKE: tl.constexpr = tl.constexpr(0.92)
+"""Product of neighbouring unit keys, times the gate between them, from which on they count as alike."""
 
 
 @triton.jit
@@ -105,3 +110,33 @@ def refine_tile(rounded, C, b, BT: tl.constexpr):
     residual = tl.dot(rounded, low, tl.dot(rounded, high, C + N))
     N -= residual
     return tl.dot((0.0 - residual).to(tl.float16), (b[:, None] * N).to(tl.float16), N)
+
+
+@triton.jit
+def alike_rows(N, BT: tl.constexpr):
+    """Whether each row's key and those before it in the chunk are all alike, each to the one before, gates included:
+    next to the diagonal N is -C."""
+    i = tl.arange(0, BT)
+    before = 0.0 - tl.sum(tl.where(i[:, None] == i[None, :] + 1, N, 0.0), 1)
+    return tl.cumsum(tl.where((i > 0) & (before < ALIKE), 1, 0), 0) == 0
+
+
+@triton.jit
+def even_tile(N, rows, BT: tl.constexpr, DT: tl.constexpr):
+    """N in half precision DT: each entry rounded by itself, and in ``rows`` then moved by whole steps so that no sum
+    over leading rows and columns is off by more than half a step, and none over leading rows of a column, or columns of
+    a row, by more than one. The sums of what rounding lost are rounded to whole steps, and an entry takes their mixed
+    difference. Entries are at most 2, exact in steps up to 1; a row depends on no later one."""
+    STEP: tl.constexpr = 2.0**-8 if tl.bfloat16 == DT else 2.0**-11
+    i = tl.arange(0, BT)
+    rounded = N.to(DT)
+    lost = tl.where(rows[:, None], (N - rounded.to(tl.float32)) * (1.0 / STEP), 0.0)
+    lower = tl.where(i[:, None] >= i[None, :], 1.0, 0.0).to(tl.float16)
+    upper = tl.where(i[:, None] <= i[None, :], 1.0, 0.0).to(tl.float16)
+    sums = tl.dot(tl.dot(lower, lost.to(tl.float16)).to(tl.float16), upper)
+    steps = tl.floor(sums + 0.5).to(tl.float16)
+    # differences of neighbouring rows, then of columns; whole numbers below 2048 are exact in fp16
+    down = tl.where(i[:, None] == i[None, :], 1.0, tl.where(i[:, None] == i[None, :] + 1, -1.0, 0.0)).to(tl.float16)
+    right = tl.where(i[:, None] == i[None, :], 1.0, tl.where(i[:, None] + 1 == i[None, :], -1.0, 0.0)).to(tl.float16)
+    steps = tl.dot(tl.dot(down, steps).to(tl.float16), right)
+    return (rounded.to(tl.float32) + STEP * steps).to(DT)

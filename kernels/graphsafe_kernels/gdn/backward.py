@@ -43,6 +43,7 @@ class Work(NamedTuple):
     dstates: torch.Tensor
     dends: torch.Tensor | None
     gate_sums: torch.Tensor | None
+    beta_sums: torch.Tensor | None
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
@@ -59,6 +60,7 @@ def work(problem: Problem, tables: ChunkTables | None, c: Configuration, x: Oper
         torch.empty_like(states),
         x.q.new_empty(problem.sequences, cuts, hv, kw * vw, dtype=torch.float32) if cuts else None,
         x.q.new_empty(slots, hv, 2, dtype=torch.float32) if problem.gate_in_kernel else None,
+        x.q.new_empty(slots, hv, 2, problem.chunk_size, dtype=torch.float32) if c.exact_beta else None,
         x.q.new_empty(*x.v.shape[:3], kw), x.q.new_empty(*x.v.shape[:3], kw),
         torch.empty_like(x.v), *(t.new_empty(t.mT.shape if c.heads_first else t.shape) for t in (x.g, x.beta)),
         None if x.initial_state is None else torch.empty_like(x.initial_state),
@@ -119,7 +121,7 @@ def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x:
         gradients_kernel, grid(c, slot_count(problem, tables) * problem.value_heads),
         (x.q, x.k, do, w.dv, g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
          w.dstates, prepared.residuals, w.dq, w.dk, w.dg, w.dbeta, w.gate_sums,
-         tile(prepared.states, c.key_block, block, c.state_tiles),
+         w.beta_sums, tile(prepared.states, c.key_block, block, c.state_tiles),
          tile(w.dstates, c.key_block, block, c.state_tiles), *boundaries(tables)),
         (problem.scale, problem.tokens, problem.sequences, problem.chunks),
         constants.gradients(problem, c, tables is not None, x.dt_bias is not None),

@@ -58,6 +58,8 @@ class Configuration:
     keep_states: bool
     precision: str
     half_inverse: bool
+    even_correction: bool  # where keys are alike, N is rounded so that sums keep what its entries lose
+    exact_beta: bool  # dbeta without the rounding of its row's dw
     tiles: bool
     state_tiles: bool
     span: int  # chunks of a segment in the forward; 0: sequences are not cut
@@ -105,6 +107,8 @@ def choose_ascend(problem: Problem, cores: int, dtype: torch.dtype) -> Configura
         clear_block=min(value, 64),
         # Where half precision would need the Newton step, products in fp32 take less of the buffer.
         half_inverse=False,
+        even_correction=False,
+        exact_beta=False,  # the buffer again
         keep_states=True,  # few cores: no chain runs beside another
         span=0,
         reverse_span=0,
@@ -177,6 +181,8 @@ def choose(problem: Problem, capability: int, dtype: torch.dtype) -> Configurati
         keep_states=2 * programs > MULTIPROCESSORS or (span > 0 and not lone),
         precision="tf32x3" if capability else "ieee",
         half_inverse=not wide,
+        even_correction=dtype == torch.bfloat16,  # in fp16 other roundings count for more
+        exact_beta=not wide,
         tiles=tiles,
         state_tiles=state_tiles,
         span=span,

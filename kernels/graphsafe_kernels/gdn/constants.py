@@ -28,8 +28,8 @@ def prepare(p: Problem, c: Configuration, packed: bool, bias: bool, build: int =
     inverse = "fp16" if c.half_inverse and p.qk_l2norm else "fp32"
     return {**_sizes(p), "BK": c.prepare_block, "BV": c.clear_block, "PACKED": packed, "L2NORM": p.qk_l2norm,
             **_gates(p, bias), "TILES": c.tiles, "INVERSE": inverse, "REFINE": p.beta_scale != 1.0,
-            "STAGES": c.prepare_stages, "BUILD": build, "LOOP": c.cores > 0, "HEADS_FIRST": c.heads_first,
-            "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
+            "STAGES": c.prepare_stages, "EVEN": c.even_correction, "BUILD": build, "LOOP": c.cores > 0,
+            "HEADS_FIRST": c.heads_first, "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
 
 
 def chain(p: Problem, c: Configuration, packed: bool, initial: bool, final: bool, save: bool) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def gradients(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[st
     return {**_sizes(p), "BK": c.gradient_key_block, "BV": c.gradient_value_block, "KEY": c.key_block,
             "PACKED": packed, "L2NORM": p.qk_l2norm, **_gates(p, bias), "TILES": c.state_tiles,
             "STAGES": c.gradient_stages, "WHOLE": not parted(p), "LOOP": c.cores > 0, "HEADS_FIRST": c.heads_first,
-            "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
+            "EXACT": c.exact_beta, "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
 
 
 def finish(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[str, Any]:

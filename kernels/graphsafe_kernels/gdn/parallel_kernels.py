@@ -23,6 +23,10 @@ Requirements
    of the padding rows of the gradients.
 4. dq^ and dk^ are parts per value head; ``finish_kernel`` sums them over the heads that share a q/k head, in their
    order, and projects. Orders of sums are fixed: no atomics. Gate parameters get one partial sum per slot and head.
+5. dw is at hand rounded to half precision. As dw_i = y_i - sum_j C_ji b_j dw_j, with EXACT dbeta is made of what y is
+   made of, and meets no rounding of its own row's dw:
+   b_i dbeta_i = s_i + b_i P_ii <do_i, e_i> + sum_{j > i} W_ji, where P is the scores'. Where keys are alike these terms
+   are large and cancel, so dbeta moves by at most that rounding from <dw_i, e_i>.
 """
 
 # ruff: noqa: SIM102  (a compile-time condition and a run-time one do not combine in a kernel)
@@ -77,14 +81,15 @@ def value_scores(x, residuals, row, rows, HV: tl.constexpr, V: tl.constexpr, BT:
 @triton.jit
 def slot_gradients(
     slot, hv, q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq, dk, dg, dbeta,
-    gate_sums, states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT,
+    gate_sums, beta_sums, states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KEY: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    WHOLE: tl.constexpr, HEADS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, HEADS_FIRST: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One live slot and value head."""
     DT: tl.constexpr = k.dtype.element_ty
+    ROUNDING: tl.constexpr = 2.0**-7 if tl.bfloat16 == DT else 2.0**-10
     # On an Ascend the cube unit may load dw by itself: it becomes dv behind the last product of it.
     KEEP: tl.constexpr = BV >= V and not IN_ORDER
     STATE_ROWS: tl.constexpr = (V + BV - 1) // BV * BV
@@ -121,7 +126,7 @@ def slot_gradients(
     else:
         s = value_scores(dv + hv * V, residuals + at * (BT * V), row, rows, HV, V, BT, BV, False, PRECISION)
     db = tl.sum(tl.where(eye, s, 0.0), 1)
-    between = tl.exp2(tl.where(low, G[:, None] - G[None, :], -float("inf")))
+    between = tl.exp2(tl.where(i[:, None] >= i[None, :], G[:, None] - G[None, :], -float("inf")))
     s = s * between * (0.0 - b)[:, None] * (b * rk)[None, :]
     W = s * (KK * rk[:, None])
     Yk = s.to(DT)
@@ -130,9 +135,18 @@ def slot_gradients(
     else:
         z = value_scores(do + hv * V, residuals + at * (BT * V), row, rows, HV, V, BT, BV, False, PRECISION)
     P = tl.load(scores + at * (BT * BT) + i[:, None] * BT + i[None, :]).to(tl.float32)
-    W += tl.where(low, z * b[None, :] * P, 0.0)
-    pairs = tl.sum(W, 1) - tl.sum(W, 0)
-    Zq = (z * tl.where(eye, 1.0, between) * (b * rk * scale)[None, :]).to(DT)
+    own = tl.sum(tl.where(eye, z, 0.0), 1)
+    Zq = (z * between * (b * rk * scale)[None, :]).to(DT)
+    W = tl.where(low, W + z * tl.load(vec + BT)[None, :] * P, 0.0)
+    uses = tl.sum(W, 1)
+    pairs = uses - tl.sum(W, 0)
+    if EXACT:
+        # b (the new dbeta - <dw, e>) but for s. Parked in memory, as is the other sum that waits for the loop's end:
+        # kept, they would take registers that it needs.
+        parked = beta_sums + at * (2 * BT) + i
+        own = (own * tl.load(scores + at * (BT * BT) + i * (BT + 1)).to(tl.float32) - db) * b + (uses - pairs)
+        tl.store(parked, pairs)
+        tl.store(parked + BT, own)
     if KEEP:
         sT = tl.dot(tl.trans(eT), tl.trans(dw), input_precision=PRECISION)
     else:
@@ -209,8 +223,16 @@ def slot_gradients(
     rq = tl.load(vec + 6 * BT)
     last = tl.load(vectors + at * (VECTORS * BT) + 5 * BT - 1)
     kc = tl.where(m, kc * rk, 0.0)
+    if EXACT:
+        tl.debug_barrier()
+        pairs = tl.load(parked)
     total = tl.cumsum(tl.where(m, p * rq + r * rk + pairs, 0.0), 0, reverse=True)
     total += tl.cumsum(kc, 0) - kc + tl.exp2(last) * tl.sum(inner, 0)
+    if EXACT:
+        own = tl.load(parked + BT)
+        limit = tl.abs(db) * ROUNDING
+        # where b is zero, so is what it would divide
+        db += tl.minimum(tl.maximum((own + kc) / tl.where(b == 0.0, 1.0, b), 0.0 - limit), limit)
     token = (row + i) * HV + hv
     if HEADS_FIRST:
         token = head_offset(slot, row, hv, T, NT, HV, PACKED) + i
@@ -233,18 +255,18 @@ def slot_gradients(
 @triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
 def gradients_kernel(
     q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq, dk, dg, dbeta, gate_sums,
-    states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale,
+    beta_sums, states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale,
     T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KEY: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    WHOLE: tl.constexpr, LOOP: tl.constexpr, HEADS_FIRST: tl.constexpr, OVERLAP: tl.constexpr,
+    WHOLE: tl.constexpr, LOOP: tl.constexpr, HEADS_FIRST: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per slot and value head, heads fastest. dv ``[tokens, HV, V]`` holds dw and
     becomes dv; dq, dk ``[tokens, HV, K]`` are parts, or with WHOLE the gradients themselves; dg, dbeta
-    ``[tokens, HV]`` for the raw inputs; gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE. States have V and
-    K rounded up to whole blocks."""
+    ``[tokens, HV]`` for the raw inputs; gate_sums ``[slots, HV, 2]`` fp32 (A_log, dt_bias) with GATE; beta_sums
+    ``[slots, HV, 2, BT]`` fp32, scratch, with EXACT. States have V and K rounded up to whole blocks."""
     follow(OVERLAP)
     pid = tl.program_id(0)
     if LOOP:
@@ -254,9 +276,9 @@ def gradients_kernel(
             hv = task % HV
             if live_slot(slot, chunk_indices, PACKED):
                 slot_gradients(slot, hv, q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates,
-                               residuals, dq, dk, dg, dbeta, gate_sums, states_tiles, dstates_tiles, cu_seqlens,
-                               chunk_indices, chunk_offsets, scale, T, N, NT, H, HV, K, V, BT, BK, BV, KEY, PACKED,
-                               L2NORM, GATE, BIAS, SIGMOID, FACTOR, TILES, STAGES, WHOLE, HEADS_FIRST,
+                               residuals, dq, dk, dg, dbeta, gate_sums, beta_sums, states_tiles, dstates_tiles,
+                               cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT, H, HV, K, V, BT, BK, BV, KEY,
+                               PACKED, L2NORM, GATE, BIAS, SIGMOID, FACTOR, TILES, STAGES, WHOLE, HEADS_FIRST, EXACT,
                                PRECISION)  # fmt: skip
             elif PACKED:
                 first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
@@ -270,9 +292,9 @@ def gradients_kernel(
                 clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, T, H, HV, K, V, BT, BK, BV, WHOLE, HEADS_FIRST)
                 return
         slot_gradients(slot, hv, q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals,
-                       dq, dk, dg, dbeta, gate_sums, states_tiles, dstates_tiles, cu_seqlens, chunk_indices,
+                       dq, dk, dg, dbeta, gate_sums, beta_sums, states_tiles, dstates_tiles, cu_seqlens, chunk_indices,
                        chunk_offsets, scale, T, N, NT, H, HV, K, V, BT, BK, BV, KEY, PACKED, L2NORM, GATE, BIAS,
-                       SIGMOID, FACTOR, TILES, STAGES, WHOLE, HEADS_FIRST, PRECISION)  # fmt: skip
+                       SIGMOID, FACTOR, TILES, STAGES, WHOLE, HEADS_FIRST, EXACT, PRECISION)  # fmt: skip
 
 
 @triton.jit

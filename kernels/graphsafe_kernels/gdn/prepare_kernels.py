@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from graphsafe_kernels.delta.gate_kernels import LOG2E, activated_beta, log_gate
-from graphsafe_kernels.delta.inverse_kernels import correction_tile, refine_tile
+from graphsafe_kernels.delta.inverse_kernels import ALIKE, alike_rows, correction_tile, even_tile, refine_tile
 from graphsafe_kernels.delta.overlap_kernels import follow
 from graphsafe_kernels.delta.row_kernels import IN_ORDER, clear_rows, locate_slot, padding_rows
 from graphsafe_kernels.delta.table_kernels import find_slot, padding_between, write_tables
@@ -68,7 +68,7 @@ def prepare_slot(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, INVERSE: tl.constexpr, REFINE: tl.constexpr,
-    STAGES: tl.constexpr, BUILD: tl.constexpr, HEADS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, BUILD: tl.constexpr, HEADS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One live slot and value head, its first row and valid rows; ``used`` slots are live, with BUILD."""
     hq = hv // (HV // H)
@@ -153,9 +153,21 @@ def prepare_slot(
     tl.store(vec, grown * rkm)
     tl.store(vec + 2 * BT, grown * rqm * scale)
     tl.store(vec + 3 * BT, tl.exp2(last - Gm) * rkm)
+    if PACKED:
+        if BUILD > 0:
+            first, end = padding_between(slot, tl.load(cu_seqlens + N).to(tl.int32), used, T, False, BT)
+        else:
+            first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
+        if first < end:
+            clear_output(o, hv, first, end, HV, V, BT, BV)
     if REFINE and INVERSE == "fp16":
         half = X.to(tl.float16)
-        refined = tl.max(b, 0) > 1.0
+        highest = b
+        if EVEN:
+            # Or the first two keys are alike: nearly as much as even rows are, so that rounding leaves none out.
+            second = tl.sum(tl.where((i[:, None] == 1) & (i[None, :] == 0), C, 0.0), 1)
+            highest = tl.where(second >= ALIKE - 0.01, 2.0, b)
+        refined = tl.max(highest, 0) > 1.0
         # What the refinement starts from is left in the output as fp16, and everything else is made again from memory:
         # kept, it would take registers that the rest needs, branch taken or not.
         bits = (correction + tile).to(tl.pointer_type(tl.int16), bitcast=True)
@@ -170,16 +182,12 @@ def prepare_slot(
             # A row is refined for its own and earlier tokens' beta alone, so that later ones change nothing.
             reached = tl.max(tl.where(i[:, None] >= i[None, :], b[None, :], 0.0), 1) > 1.0
             X = tl.where(reached[:, None], X, half.to(tl.float32))
-            tl.store(correction + tile, X.to(correction.dtype.element_ty))
+            if EVEN:
+                tl.store(correction + tile, even_tile(X, alike_rows(X, BT), BT, correction.dtype.element_ty))
+            else:
+                tl.store(correction + tile, X.to(correction.dtype.element_ty))
     else:
         tl.store(correction + tile, X.to(correction.dtype.element_ty))
-    if PACKED:
-        if BUILD > 0:
-            first, end = padding_between(slot, tl.load(cu_seqlens + N).to(tl.int32), used, T, False, BT)
-        else:
-            first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
-        if first < end:
-            clear_output(o, hv, first, end, HV, V, BT, BV)
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "NT", "first_slot"])
@@ -189,14 +197,15 @@ def prepare_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, FACTOR: tl.constexpr, TILES: tl.constexpr, INVERSE: tl.constexpr, REFINE: tl.constexpr,
-    STAGES: tl.constexpr, BUILD: tl.constexpr, LOOP: tl.constexpr, HEADS_FIRST: tl.constexpr, OVERLAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, BUILD: tl.constexpr, LOOP: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per slot from first_slot on and value head, heads fastest; with LOOP programs walk all of them. q, k
     ``[tokens, H, K]``; g, beta ``[tokens, HV]``, with HEADS_FIRST ``[batch, HV, T]``; A_log, dt_bias ``[HV]``;
     correction, scores ``[slots, HV, BT, BT]``; vectors ``[slots, HV, 7, BT]`` fp32; decay ``[slots, HV]`` fp32; o
-    ``[tokens, HV, V]`` (padding rows are cleared). INVERSE: fp16, fp32. REFINE: beta may pass 1. BUILD: the tables are
-    written here, the sequences a tile of so many; 0: they are there, as they are with LOOP."""
+    ``[tokens, HV, V]`` (padding rows are cleared). INVERSE: fp16, fp32. REFINE: beta may pass 1; with EVEN keys may be
+    alike too. BUILD: the tables are written here, the sequences a tile of so many; 0: they are there, as they are with
+    LOOP."""
     follow(OVERLAP)
     pid = tl.program_id(0)
     if LOOP:
@@ -209,7 +218,7 @@ def prepare_kernel(
                 row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
                 prepare_slot(slot, hv, row, rows, 0, q, k, g, beta, A_log, dt_bias, correction, scores, vectors, decay,
                              o, q_tiles, k_tiles, cu_seqlens, chunk_offsets, scale, T, N, NT, H, HV, K, V, BT, BK, BV,
-                             PACKED, L2NORM, GATE, BIAS, SIGMOID, FACTOR, TILES, INVERSE, REFINE, STAGES, 0,
+                             PACKED, L2NORM, GATE, BIAS, SIGMOID, FACTOR, TILES, INVERSE, REFINE, STAGES, EVEN, 0,
                              HEADS_FIRST, PRECISION)  # fmt: skip
             elif PACKED:
                 first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
@@ -242,5 +251,5 @@ def prepare_kernel(
             row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
         prepare_slot(slot, hv, row, rows, used, q, k, g, beta, A_log, dt_bias, correction, scores, vectors, decay, o,
                      q_tiles, k_tiles, cu_seqlens, chunk_offsets, scale, T, N, NT, H, HV, K, V, BT, BK, BV, PACKED,
-                     L2NORM, GATE, BIAS, SIGMOID, FACTOR, TILES, INVERSE, REFINE, STAGES, BUILD, HEADS_FIRST,
+                     L2NORM, GATE, BIAS, SIGMOID, FACTOR, TILES, INVERSE, REFINE, STAGES, EVEN, BUILD, HEADS_FIRST,
                      PRECISION)  # fmt: skip

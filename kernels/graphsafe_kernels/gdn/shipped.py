@@ -92,6 +92,7 @@ def _kernels(p: Problem, c: Configuration, dtype: torch.dtype, full: bool, capab
     name += " all options" if full else ""
     tokens = dict.fromkeys(("q", "k", "v", "o", "do", "dw", "dv", "dq", "dk", "dq_parts", "dk_parts", "correction",
                             "scores"), t)  # fmt: skip
+    beta_sums = {"beta_sums": "*fp32" if c.exact_beta else None}
     kept = dict.fromkeys(("states", "residuals", "dstates"), t)
     fp32 = dict.fromkeys(("g", "beta", "vectors", "decay", "dg", "dbeta"), "*fp32")
     gates = dict.fromkeys(("A_log", "dt_bias", "gate_sums", "dA_log", "ddt_bias"), gate)
@@ -143,6 +144,6 @@ def _kernels(p: Problem, c: Configuration, dtype: torch.dtype, full: bool, capab
         yield entry(backward_chains_kernel, types, fixed, c.reverse_warps, c.reverse_stages)
     if capability != 80 and not (bt == 32 and capability == 90):
         fixed = constants.gradients(p, c, True, full)
-        types = {**common, **kept, "states_tiles": block, "dstates_tiles": block}
+        types = {**common, **kept, **beta_sums, "states_tiles": block, "dstates_tiles": block}
         yield entry(gradients_kernel, types, fixed, c.gradient_warps, c.gradient_stages)
     yield entry(finish_kernel, common, constants.finish(p, c, True, full), 4, 1)
