@@ -8,13 +8,16 @@ Requirements
    conditions only; the same cases then give the same report as an uninterrupted run, its floors formed of one
    measurement of the device.
 4. Interruption (Ctrl-C) leaves graphs closed and the results so far in the report.
+5. A device that a call has broken, so that it serves nothing more in this process, ends the run as an interruption
+   does: the next cases are no failures, and a resumed run measures them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from graphsafe.bench.figures import break_even, figures
 from graphsafe.bench.floors import device_peaks, floor_us, work_of
 from graphsafe.bench.modes import Prepared, prepare, reason_of
 from graphsafe.bench.steps import Step, prepare_step
-from graphsafe.bench.timing import Protocol, Times, cache_flush, measure
+from graphsafe.bench.timing import Protocol, Times, cache_flush, collector_spared, measure
 from graphsafe.bench.workloads import Tensors, Workload, public_operator, workload_of
 from graphsafe.errors import error
 
@@ -42,8 +45,8 @@ Progress = Callable[[int, int, str, str], None]
 
 @dataclass
 class Bench:
-    """One run. ``providers`` are compared case by case; ``journal`` is where results go as they come; ``now`` is the
-    host clock."""
+    """One run. ``providers`` are compared case by case, one of ``limits`` in the cases alone whose label holds one of its
+    texts; ``journal`` is where results go as they come; ``now`` is the host clock."""
 
     runtime: Any
     cases: Sequence[Case]
@@ -51,6 +54,7 @@ class Bench:
     protocol: Protocol = field(default_factory=Protocol)
     journal: Path | None = None
     resume: bool = False
+    limits: Mapping[str, Sequence[str]] = field(default_factory=dict)
     progress: Progress = lambda done, total, label, stage: None
     now: Callable[[], float] = time.perf_counter
     interrupted: bool = False
@@ -68,7 +72,12 @@ class Bench:
         """What a reader of its figures must know: its notes, and the conversions that its adapter makes."""
         asked = dict.fromkeys(public_operator(case) for case in self.cases)
         services = {name: provider.services[name] for name in asked if name in provider.services}
-        return [*provider.notes, *(f"{name}: {c}" for name, service in services.items() for c in service.conversions)]
+        limit = [self._limit(provider.name)] if provider.name in self.limits else []
+        conversions = (f"{name}: {c}" for name, service in services.items() for c in service.conversions)
+        return [*provider.notes, *limit, *conversions]
+
+    def _limit(self, name: str) -> str:
+        return f"it was asked for cases of {' or '.join(self.limits[name])} alone"
 
     def run(self) -> dict[str, Any]:
         """Measure every case and return the report; after an interruption, of what was measured."""
@@ -76,17 +85,22 @@ class Bench:
         self.environment["peaks"] = self.environment["peaks"] or device_peaks(self.runtime)
         self._start_journal(known)
         self._flush = cache_flush(self.runtime.device)
-        for number, case in enumerate(self.cases):
-            missing = [p for p in self.providers if (case.key, p) not in known]
-            try:
-                fresh = self._case(number, case, missing) if missing else []
-            except KeyboardInterrupt:
-                self.interrupted = True
-                break
-            for result in fresh:
-                self._write(result)
-            done = {r["provider"]: r for r in fresh} | {p: r for (k, p), r in known.items() if k == case.key}
-            self.results += [done[p] for p in self.providers if p in done]
+        with collector_spared() as spare:
+            for number, case in enumerate(self.cases):
+                missing = [p for p in self.providers if (case.key, p) not in known]
+                try:
+                    fresh = self._case(number, case, missing) if missing else []
+                except KeyboardInterrupt:
+                    self.interrupted = True
+                    break
+                for result in fresh:
+                    self._write(result)
+                done = {r["provider"]: r for r in fresh} | {p: r for (k, p), r in known.items() if k == case.key}
+                self.results += [done[p] for p in self.providers if p in done]
+                if any(r["status"] in ("failed", "wrong") for r in fresh) and not self._device_answers():
+                    self.interrupted = True
+                    break
+                spare()  # what the case was the first to load, too
         return self.report()
 
     def report(self) -> dict[str, Any]:
@@ -115,10 +129,18 @@ class Bench:
                     result.update(status="failed", reason=reason_of(problem), times={})
         finally:
             for made in prepared.values():
-                made.close()
+                with contextlib.suppress(Exception):  # of a broken device: the rows say why
+                    made.close()
         for result in results.values():
             result["figures"] = figures(result)
         return list(results.values())
+
+    def _device_answers(self) -> bool:
+        try:
+            self.runtime.synchronize()
+        except Exception:
+            return False
+        return True
 
     def _floor(self, case: Case) -> dict[str, Any] | None:
         us = floor_us(case, self.environment["peaks"])
@@ -159,6 +181,9 @@ class Bench:
         return found
 
     def _prepare(self, workload: Workload, name: str, result: dict[str, Any], into: dict[str, Prepared]) -> None:
+        if not any(text in workload.case.label for text in self.limits.get(name, [""])):
+            result.update(status="refused", reason=self._limit(name))
+            return
         try:
             if isinstance(workload, Step):
                 made = prepare_step(workload, name, self.runtime)
