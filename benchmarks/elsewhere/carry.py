@@ -7,9 +7,9 @@ kernel anew, and compiles it first. It has a store for that (``FLA_CONFIG_DIR``,
 
 1. Every key that a call of the tasks asks for has an entry, ``choices/KERNEL.json``. With ``FLA_CONFIG_DIR=choices
    FLA_CACHE_MODE=strict`` a call takes it, and neither times nor compiles another.
-2. A key that was timed keeps its own choice. Another takes that of a timed key whose named values differ from its own in
-   numbers alone: one of the same tensors' dtypes goes first, then one that the same operator asks for, then the
-   nearest, by the sum of ``|log2(a / b)|``.
+2. A key that was timed keeps its own choice. Another takes that of a timed key whose named values differ in numbers
+   alone: one of the same tensors' dtypes goes first, then one that the same operator asks for, then the nearest, by the
+   sum of ``|log2(a / b)|``.
 3. A key with no such neighbour has no entry: the library times its choices when it is called. It is told here.
 4. ``choices/about.txt`` says how many were timed and how many carried; the report of ``graphsafe bench`` quotes it.
 

@@ -132,8 +132,9 @@ def bench(provider: str, presets: list[str], device: str, texts: Sequence[str] =
     from graphsafe_kernels.providers import get_provider
 
     served = get_provider(provider).services
+    other = ("-step",) if provider == "graphsafe" else ("-step", "-layer")
     found = {c.label: c for name in presets for c in preset(name)
-             if not (c.is_step or (c.is_layer and provider != "graphsafe")) and all(text in c.label for text in texts)}  # fmt: skip
+             if not c.operator.endswith(other) and all(text in c.label for text in texts)}  # fmt: skip
     for case in sorted(found.values(), key=lambda c: -c.tokens):
         work = workload_of(case, torch.device(device))
         if work.operator not in served and not case.is_layer:

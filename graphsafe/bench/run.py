@@ -45,7 +45,7 @@ Progress = Callable[[int, int, str, str], None]
 
 @dataclass
 class Bench:
-    """One run. ``providers`` are compared case by case, one of ``limits`` in the cases alone whose label holds one of its
+    """One run. ``providers`` are compared case by case, one of ``limits`` in those cases whose label holds one of its
     texts; ``journal`` is where results go as they come; ``now`` is the host clock."""
 
     runtime: Any

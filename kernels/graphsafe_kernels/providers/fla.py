@@ -6,8 +6,8 @@ Requirements
    a figure could be FlashQLA's or TileLang's. Imported already without it, the provider is refused.
 2. Its guards stay. ``fla-unguarded`` is the same library with the guard of GDN's backward on Hopper lifted, in this
    process: for comparisons whose results are checked, never by default.
-3. Where it is told the choices of its autotuners by files (its ``FLA_CACHE_MODE``), a record of its figures says so, and
-   quotes the line ``about.txt`` beside them, if there is one.
+3. Where it is told the choices of its autotuners by files (its ``FLA_CACHE_MODE``), a record of its figures says so,
+   and quotes the line ``about.txt`` beside them, if there is one.
 """
 
 from __future__ import annotations
