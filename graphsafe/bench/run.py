@@ -31,6 +31,7 @@ from graphsafe.bench.environment import environment, not_resumable
 from graphsafe.bench.figures import break_even, figures
 from graphsafe.bench.floors import device_peaks, floor_us, work_of
 from graphsafe.bench.modes import Prepared, prepare, reason_of
+from graphsafe.bench.results import blank_result
 from graphsafe.bench.steps import Step, prepare_step
 from graphsafe.bench.timing import Protocol, Times, cache_flush, collector_spared, measure
 from graphsafe.bench.workloads import Tensors, Workload, public_operator, workload_of
@@ -120,7 +121,7 @@ class Bench:
             self.progress(number, len(self.cases), case.label, text)
 
         prepared: dict[str, Prepared] = {}
-        results = {name: _blank(case, name) | {"floor": self._floor(case)} for name in providers}
+        results = {name: blank_result(case, name) | {"floor": self._floor(case)} for name in providers}
         try:
             self._measure(case, results, prepared, stage)
         except Exception as problem:  # a device out of memory, say: rows of the report, and the run goes on
@@ -181,7 +182,7 @@ class Bench:
         return found
 
     def _prepare(self, workload: Workload, name: str, result: dict[str, Any], into: dict[str, Prepared]) -> None:
-        if not any(text in workload.case.label for text in self.limits.get(name, [""])):
+        if not self._asked(name, workload.case):
             result.update(status="refused", reason=self._limit(name))
             return
         try:
@@ -199,6 +200,13 @@ class Bench:
         result.update(first_call_s=made.first_call_s, live_bytes=made.live_bytes)
         result["graph"] = None if made.facts is None else made.facts.as_dict()
         into[name] = made
+
+    def _asked(self, name: str, case: Case) -> bool:
+        """Whether a case is within a provider's limit; of an operator that it lacks, it says that itself."""
+        from graphsafe_kernels.providers import get_provider
+
+        served = public_operator(case) in get_provider(name).services
+        return not served or any(text in case.label for text in self.limits.get(name, [""]))
 
     def _check(
         self, workload: Workload, name: str, oracle: Tensors, result: dict[str, Any], prepared: dict[str, Prepared]
@@ -269,31 +277,3 @@ class Bench:
             )
         self.environment["peaks"] = stored["peaks"]
         return {(r["key"], r["provider"]): r for r in complete[1:]}
-
-
-def _blank(case: Case, provider: str) -> dict[str, Any]:
-    bucket = case.bucket
-    return {
-        "case": case.as_dict(),
-        "key": case.key,
-        "series": case.series,
-        "label": case.label,
-        "provider": provider,
-        "status": "ok",
-        "reason": None,
-        "refusals": {},
-        "checks": None,
-        "times": {},
-        "launches": {},
-        "peak_bytes": {},
-        "live_bytes": 0,
-        "graph": None,
-        "floor": None,
-        "utilisation": {
-            "tokens": case.live_tokens / bucket.tokens,
-            "sequences": case.live_sequences / bucket.sequences,
-            "slots": case.live_slots / bucket.slots,
-            "live_slots": case.live_slots,
-            "slots_held": bucket.slots,
-        },
-    }

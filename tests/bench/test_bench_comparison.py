@@ -78,7 +78,7 @@ def test_what_was_found_is_said_in_sentences() -> None:
              "verdict": "crossing", "tokens": 100.0}  # fmt: skip
     said = list(findings({**report, "break_even": [curve]}))
     assert said[-2] == "Break-even, gdn [graphsafe]: at 100 tokens."
-    assert said[-1].startswith("Break-even is the length at which update and replay over an eager call, medians of wall")
+    assert said[-1].startswith("Break-even is the length at which update and replay over an eager call")
     assert list(findings(report)) == [
         "graphsafe: 1 of 1 cases right.",
         "graphsafe: padding costs a replay +20 % at 50% fill: the bucket's over one captured at the batch's own size, "

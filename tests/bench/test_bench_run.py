@@ -178,13 +178,15 @@ def test_a_refusal_and_a_failure_are_rows_and_the_run_goes_on(monkeypatch: pytes
 
 def test_a_provider_is_asked_for_the_cases_of_its_limit_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._providers, "planted", Planted(lambda o: o))
-    cases = (small(), small(heads=2, value_heads=2), small(heads=4, value_heads=4))
+    cases = (small(), small(heads=2, value_heads=2), small(heads=4, value_heads=4), TABLES)
     run = bench(*cases, providers=("graphsafe", "planted"), limits={"planted": ("1/1x16", "4/4x16")})
     results = run.run()["results"]
-    assert [r["status"] for r in results if r["provider"] == "graphsafe"] == ["ok", "ok", "ok"]
-    assert [r["status"] for r in results if r["provider"] == "planted"] == ["ok", "refused", "ok"]
+    assert [r["status"] for r in results if r["provider"] == "graphsafe"] == ["ok"] * 4
+    assert [r["status"] for r in results if r["provider"] == "planted"] == ["ok", "refused", "ok", "refused"]
     said = "it was asked for cases of 1/1x16 or 4/4x16 alone"
-    assert [r["reason"] for r in results if r["status"] == "refused"] == [said]
+    reasons = [r["reason"] for r in results if r["status"] == "refused"]
+    assert reasons[0] == said
+    assert "it has no build_tables" in reasons[1]
     assert run.environment["providers"]["planted"] == [said]
 
 
