@@ -6,6 +6,7 @@ Requirements
 2. Other threads of the program may go on calling them; autograd's own threads belong to the capture.
 3. A function of torch.compile is refused when it is called, whether this version of torch would compile it anew under
    the guard's modes, run it as it was written, or find it compiled. It is not interrupted: torch would keep its state.
+   It runs as it was written: under a mode torch would not compile it, then or ever after.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from graphsafe.errors import GraphSafeError
 
-__all__ = ["called_by", "no_host_work"]
+__all__ = ["as_written", "called_by", "no_host_work"]
 
 
 class _Refuses(Protocol):
@@ -110,9 +112,20 @@ _COMPILE_REMEDY = (
 )
 
 
+def _no_compiled_function(watch: _Refuses) -> AbstractContextManager[None]:
+    def refuse() -> None:
+        with contextlib.suppress(GraphSafeError):  # the watch keeps it for the end of the capture
+            watch.refuse("cold-kernel", "a function of torch.compile is called", remedy=_COMPILE_REMEDY)
+
+    return as_written(refuse)
+
+
 @contextlib.contextmanager
-def _no_compiled_function(watch: _Refuses) -> Iterator[None]:
-    """What torch.compile returned sets a callback around each call: that is where it can be told."""
+def as_written(told: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Functions of torch.compile run as they were written, and ``told`` is called before.
+
+    What torch.compile returned sets a callback around each call: that is where it can be told.
+    """
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     original = getattr(dynamo, "_maybe_set_eval_frame", None)
     if original is None:
@@ -120,12 +133,10 @@ def _no_compiled_function(watch: _Refuses) -> Iterator[None]:
         return
 
     def set_callback(callback: Any) -> Any:
-        if callable(callback):
-            try:
-                watch.refuse("cold-kernel", "a function of torch.compile is called", remedy=_COMPILE_REMEDY)
-            except GraphSafeError:  # the watch keeps it for the end of the capture
-                return original(None)
-        return original(callback)
+        if not callable(callback):
+            return original(callback)
+        told()
+        return original(None)
 
     dynamo._maybe_set_eval_frame = set_callback
     try:

@@ -8,6 +8,8 @@ Requirements
    is kept in ``Watch.broken`` and raised at the end.
 3. The watch holds no tensor: storages are known by weak references.
 4. Without a recorder it costs nothing after the capture.
+5. torch drops what it compiled, for good, once a compiled function is called under a mode. So under a watch it runs as
+   it was written, its operators seen; or, in a capture without guard, compiled and unseen. Afterwards it is compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphsafe._host_work import called_by, no_host_work
+from graphsafe._host_work import as_written, called_by, no_host_work
 from graphsafe._location import Location, caller
 from graphsafe._operators import OperatorFacts, facts_of, violation, written
 from graphsafe._state import SavedState
@@ -96,6 +98,7 @@ class Watch:
     ``check``: raise on broken rules (a capture); otherwise only state is followed (a warm-up).
     ``saved``: where storages about to be written are saved, or None where the run does not execute.
     ``raw_addresses``: whether work through ``data_ptr`` is recorded by the device (false on a CPU).
+    ``compiled``: whether functions of torch.compile run compiled, and nothing inside them is seen.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Watch:
         recorder: Recorder | None = None,
         generators: Sequence[torch.Generator] = (),
         raw_addresses: bool = True,
+        compiled: bool = False,
         copied_inputs: Mapping[int, str] | None = None,
         streams: Streams | None = None,
     ) -> None:
@@ -116,6 +120,7 @@ class Watch:
         self.recorder = recorder
         self.generators = tuple(generators)
         self.raw_addresses = raw_addresses
+        self.compiled = compiled
         self.copied_inputs = copied_inputs or {}
         self.streams = streams
         self.side_streams: dict[int, Location | None] = {}
@@ -171,6 +176,8 @@ class Watch:
             if self.check:
                 stack.enter_context(no_host_work(self))
                 stack.enter_context(_FunctionWatch(self))
+            elif not self.compiled:
+                stack.enter_context(as_written())
             stack.enter_context(_DispatchWatch(self))
             yield self
 
@@ -334,6 +341,10 @@ class _DispatchWatch(TorchDispatchMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watch = watch
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """torch asks its modes before it runs a function compiled, those of a class and of an object alike."""
+        return self._watch.compiled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

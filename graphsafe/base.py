@@ -145,6 +145,7 @@ class Capture:
                 recorder=self._runtime._recorder(self.graph),
                 generators=self._runtime.generators,
                 raw_addresses=self._runtime.raw_addresses,
+                compiled=self._guard == "off" and not self._runtime.capture_executes,  # else nothing would be recorded
                 copied_inputs=self._copied_inputs,
                 streams=self._runtime._streams(),
             )

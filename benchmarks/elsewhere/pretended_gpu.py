@@ -4,7 +4,8 @@ Requirements
 ------------
 1. What Triton compiles has the cache key that the same call has on the device: target, specialisation of arguments and
    the properties that choose a configuration (capability, shared memory, multiprocessors) are the device's.
-2. Every choice of an autotuner is compiled, at every call: which of them a device takes is not known here.
+2. Every choice of an autotuner is compiled, at every call: which of them a device takes is not known here. Where
+   flash-linear-attention is told its choices by files (``FLA_CONFIG_DIR``, see ``carry.py``), those alone.
 3. No choice is made here. A pretended timing is never written into a cache: an autotuner that found it on the device
    would take its first choice for its best.
 4. A choice that does not compile is told, and the others go on. What is computed is meaningless and costs little:
@@ -157,7 +158,8 @@ def _triton() -> None:
     run, tuned = JITFunction.run, Autotuner.run
 
     def every_time(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.cache.clear()  # a choice serves shapes that specialise a kernel in another way
+        if type(self).run is every_time:
+            self.cache.clear()  # a choice serves shapes that specialise a kernel in another way
         return tuned(self, *args, **kwargs)
 
     names: Any = Autotuner
@@ -177,6 +179,16 @@ def _flash_linear_attention() -> None:
     hardware.get_all_max_shared_mem = lambda: OfAnyIndex([PROPERTIES["max_shared_mem"]])
     hardware.get_multiprocessor_count = lambda *a, **k: PROPERTIES["multiprocessor_count"]
     hardware.check_shared_mem.cache_clear()
+    from fla.ops.utils.cache import CachedAutotuner
+
+    stored: Any = CachedAutotuner.run
+
+    def from_its_store(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.cache.clear()  # then it looks into its store, and what it finds there is the one choice to compile
+        return stored(self, *args, **kwargs)
+
+    names: Any = CachedAutotuner
+    names.run = from_its_store
 
 
 def _own() -> None:

@@ -1,9 +1,10 @@
 """The calls that the benchmarks make, by task, to be compiled or tuned before they are timed.
 
 A task is ``BENCHMARK:ARM[:SHAPE,SHAPE...]`` with ``gdn``, ``kda``, ``layers`` or ``models`` (of ``benchmarks/``) and
-``graphsafe``, ``fla`` or, for gdn, ``flashqla``; ``gdn_correct:graphsafe[:CASE,CASE...]``; or ``bench:PROVIDER:PRESET``
-for ``graphsafe bench``. Shapes of kda begin with its heads: ``kda:fla:32/8192x1``. A task of no shape is all that the
-benchmark has.
+``graphsafe``, ``fla`` or, for gdn, ``flashqla``; ``gdn_correct:graphsafe[:CASE,CASE...]``; or
+``bench:PROVIDER:PRESET,PRESET...[:TEXT...]`` for ``graphsafe bench``, of its cases those whose label contains each
+TEXT: ``bench:fla:peers:gdn:16/32x128``. Shapes of kda begin with its heads: ``kda:fla:32/8192x1``. A task of no shape
+is all that the benchmark has.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ def calls(task: str, device: str) -> Calls:
     """Label and call, of each thing that a task compiles; ``device`` is "cpu" for a pretended GPU."""
     kind, arm, *shapes = task.split(":")
     named = shapes[0].split(",") if shapes else []
+    more = [shapes[1:]] if kind == "bench" else []
     source: dict[str, Any] = {"gdn": gdn, "gdn_correct": gdn_correct, "kda": kda, "layers": layers,
                               "models": models, "bench": bench}  # fmt: skip
     if kind not in source:
         raise SystemExit(f"no task {task!r}: it begins with none of {', '.join(source)}")
-    for label, call in source[kind](arm, named, device):
+    for label, call in source[kind](arm, named, device, *more):
         yield f"{kind} {arm} {label}", call
 
 
@@ -119,18 +121,23 @@ def models(arm: str, shapes: list[str], device: str) -> Calls:
         yield f"prefill {tokens}", functools.partial(script.last_logits, model, ids, **options)
 
 
-def bench(provider: str, presets: list[str], device: str) -> Calls:
-    """The bodies of the operators' cases, the longest first: at the batch's size and, of this project, the bucket's."""
+def bench(provider: str, presets: list[str], device: str, texts: Sequence[str] = ()) -> Calls:
+    """The bodies of the cases, the longest first: at the batch's size and, of this project, the bucket's.
+
+    A training step launches what its layers do.
+    """
     from graphsafe.bench.presets import preset
     from graphsafe.bench.workloads import workload_of
     from graphsafe.metadata import build_tables
     from graphsafe_kernels.providers import get_provider
 
     served = get_provider(provider).services
-    found = {c.label: c for name in presets for c in preset(name) if not (c.is_step or c.is_layer)}
+    other = ("-step",) if provider == "graphsafe" else ("-step", "-layer")
+    found = {c.label: c for name in presets for c in preset(name)
+             if not c.operator.endswith(other) and all(text in c.label for text in texts)}  # fmt: skip
     for case in sorted(found.values(), key=lambda c: -c.tokens):
         work = workload_of(case, torch.device(device))
-        if work.operator not in served:
+        if work.operator not in served and not case.is_layer:
             continue
         batch = work.batch(0)
         narrow = case.key_dim == 128 and set(case.options) <= {"use_qk_l2norm_in_kernel"}

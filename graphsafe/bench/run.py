@@ -8,13 +8,16 @@ Requirements
    conditions only; the same cases then give the same report as an uninterrupted run, its floors formed of one
    measurement of the device.
 4. Interruption (Ctrl-C) leaves graphs closed and the results so far in the report.
+5. A device that a call has broken, so that it serves nothing more in this process, ends the run as an interruption
+   does: the next cases are no failures, and a resumed run measures them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +31,9 @@ from graphsafe.bench.environment import environment, not_resumable
 from graphsafe.bench.figures import break_even, figures
 from graphsafe.bench.floors import device_peaks, floor_us, work_of
 from graphsafe.bench.modes import Prepared, prepare, reason_of
+from graphsafe.bench.results import blank_result
 from graphsafe.bench.steps import Step, prepare_step
-from graphsafe.bench.timing import Protocol, Times, cache_flush, measure
+from graphsafe.bench.timing import Protocol, Times, cache_flush, collector_spared, measure
 from graphsafe.bench.workloads import Tensors, Workload, public_operator, workload_of
 from graphsafe.errors import error
 
@@ -42,8 +46,8 @@ Progress = Callable[[int, int, str, str], None]
 
 @dataclass
 class Bench:
-    """One run. ``providers`` are compared case by case; ``journal`` is where results go as they come; ``now`` is the
-    host clock."""
+    """One run. ``providers`` are compared case by case, one of ``limits`` in those cases whose label holds one of its
+    texts; ``journal`` is where results go as they come; ``now`` is the host clock."""
 
     runtime: Any
     cases: Sequence[Case]
@@ -51,6 +55,7 @@ class Bench:
     protocol: Protocol = field(default_factory=Protocol)
     journal: Path | None = None
     resume: bool = False
+    limits: Mapping[str, Sequence[str]] = field(default_factory=dict)
     progress: Progress = lambda done, total, label, stage: None
     now: Callable[[], float] = time.perf_counter
     interrupted: bool = False
@@ -68,7 +73,12 @@ class Bench:
         """What a reader of its figures must know: its notes, and the conversions that its adapter makes."""
         asked = dict.fromkeys(public_operator(case) for case in self.cases)
         services = {name: provider.services[name] for name in asked if name in provider.services}
-        return [*provider.notes, *(f"{name}: {c}" for name, service in services.items() for c in service.conversions)]
+        limit = [self._limit(provider.name)] if provider.name in self.limits else []
+        conversions = (f"{name}: {c}" for name, service in services.items() for c in service.conversions)
+        return [*provider.notes, *limit, *conversions]
+
+    def _limit(self, name: str) -> str:
+        return f"it was asked for cases of {' or '.join(self.limits[name])} alone"
 
     def run(self) -> dict[str, Any]:
         """Measure every case and return the report; after an interruption, of what was measured."""
@@ -76,17 +86,22 @@ class Bench:
         self.environment["peaks"] = self.environment["peaks"] or device_peaks(self.runtime)
         self._start_journal(known)
         self._flush = cache_flush(self.runtime.device)
-        for number, case in enumerate(self.cases):
-            missing = [p for p in self.providers if (case.key, p) not in known]
-            try:
-                fresh = self._case(number, case, missing) if missing else []
-            except KeyboardInterrupt:
-                self.interrupted = True
-                break
-            for result in fresh:
-                self._write(result)
-            done = {r["provider"]: r for r in fresh} | {p: r for (k, p), r in known.items() if k == case.key}
-            self.results += [done[p] for p in self.providers if p in done]
+        with collector_spared() as spare:
+            for number, case in enumerate(self.cases):
+                missing = [p for p in self.providers if (case.key, p) not in known]
+                try:
+                    fresh = self._case(number, case, missing) if missing else []
+                except KeyboardInterrupt:
+                    self.interrupted = True
+                    break
+                for result in fresh:
+                    self._write(result)
+                done = {r["provider"]: r for r in fresh} | {p: r for (k, p), r in known.items() if k == case.key}
+                self.results += [done[p] for p in self.providers if p in done]
+                if any(r["status"] in ("failed", "wrong") for r in fresh) and not self._device_answers():
+                    self.interrupted = True
+                    break
+                spare()  # what the case was the first to load, too
         return self.report()
 
     def report(self) -> dict[str, Any]:
@@ -106,7 +121,7 @@ class Bench:
             self.progress(number, len(self.cases), case.label, text)
 
         prepared: dict[str, Prepared] = {}
-        results = {name: _blank(case, name) | {"floor": self._floor(case)} for name in providers}
+        results = {name: blank_result(case, name) | {"floor": self._floor(case)} for name in providers}
         try:
             self._measure(case, results, prepared, stage)
         except Exception as problem:  # a device out of memory, say: rows of the report, and the run goes on
@@ -115,10 +130,18 @@ class Bench:
                     result.update(status="failed", reason=reason_of(problem), times={})
         finally:
             for made in prepared.values():
-                made.close()
+                with contextlib.suppress(Exception):  # of a broken device: the rows say why
+                    made.close()
         for result in results.values():
             result["figures"] = figures(result)
         return list(results.values())
+
+    def _device_answers(self) -> bool:
+        try:
+            self.runtime.synchronize()
+        except Exception:
+            return False
+        return True
 
     def _floor(self, case: Case) -> dict[str, Any] | None:
         us = floor_us(case, self.environment["peaks"])
@@ -159,6 +182,9 @@ class Bench:
         return found
 
     def _prepare(self, workload: Workload, name: str, result: dict[str, Any], into: dict[str, Prepared]) -> None:
+        if not self._asked(name, workload.case):
+            result.update(status="refused", reason=self._limit(name))
+            return
         try:
             if isinstance(workload, Step):
                 made = prepare_step(workload, name, self.runtime)
@@ -174,6 +200,13 @@ class Bench:
         result.update(first_call_s=made.first_call_s, live_bytes=made.live_bytes)
         result["graph"] = None if made.facts is None else made.facts.as_dict()
         into[name] = made
+
+    def _asked(self, name: str, case: Case) -> bool:
+        """Whether a case is within a provider's limit; of an operator that it lacks, it says that itself."""
+        from graphsafe_kernels.providers import get_provider
+
+        served = public_operator(case) in get_provider(name).services
+        return not served or any(text in case.label for text in self.limits.get(name, [""]))
 
     def _check(
         self, workload: Workload, name: str, oracle: Tensors, result: dict[str, Any], prepared: dict[str, Prepared]
@@ -244,31 +277,3 @@ class Bench:
             )
         self.environment["peaks"] = stored["peaks"]
         return {(r["key"], r["provider"]): r for r in complete[1:]}
-
-
-def _blank(case: Case, provider: str) -> dict[str, Any]:
-    bucket = case.bucket
-    return {
-        "case": case.as_dict(),
-        "key": case.key,
-        "series": case.series,
-        "label": case.label,
-        "provider": provider,
-        "status": "ok",
-        "reason": None,
-        "refusals": {},
-        "checks": None,
-        "times": {},
-        "launches": {},
-        "peak_bytes": {},
-        "live_bytes": 0,
-        "graph": None,
-        "floor": None,
-        "utilisation": {
-            "tokens": case.live_tokens / bucket.tokens,
-            "sequences": case.live_sequences / bucket.sequences,
-            "slots": case.live_slots / bucket.slots,
-            "live_slots": case.live_slots,
-            "slots_held": bucket.slots,
-        },
-    }

@@ -231,6 +231,11 @@ def findings(report: Mapping[str, Any]) -> Iterator[str]:
         yield from text.tally_lines(pair, found["tally"])
     for curve in report["break_even"]:
         yield f"Break-even, {curve['label']} [{curve['provider']}]: {text.verdict_text(curve)}."
+    if report["break_even"]:
+        yield (
+            "Break-even is the length at which update and replay over an eager call, medians of wall clock, last rises "
+            "through 1, interpolated in log length between the two lengths measured beside it."
+        )
 
 
 def _padding(provider: str, results: Sequence[Result]) -> Iterator[str]:
@@ -242,4 +247,7 @@ def _padding(provider: str, results: Sequence[Result]) -> Iterator[str]:
             fills.setdefault(r["case"]["fill"], []).append(cost)
     parts = [f"{text.spread(found)} at {fill:.0%} fill" for fill, found in sorted(fills.items())]
     if parts:
-        yield f"{provider}: padding costs a replay {'; '.join(parts)}."
+        yield (
+            f"{provider}: padding costs a replay {'; '.join(parts)}: the bucket's over one captured at the batch's own "
+            "size, medians of device time."
+        )

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from graphsafe.bench.cases import Case
+from graphsafe.bench.heads import by_heads
 from graphsafe.metadata import ChunkTables
 
 __all__ = ["Operand", "Tensors", "Workload", "public_operator", "workload_of"]
@@ -216,6 +217,9 @@ class DeltaRule(Workload):
         named = {n: tensors[n] for n in (*self.operands, "cu_seqlens") if n not in ("do", "dht")}
         o, state = function(**named, output_final_state=self.case.states, **self._options(), **arguments)
         return {"o": o, "final_state": state} if self.case.states else {"o": o}
+
+    def oracle(self, tensors: Tensors, device: torch.device) -> Tensors:
+        return by_heads(self, tensors, lambda part: Workload.oracle(self, part, device))
 
     def _options(self) -> dict[str, Any]:
         size = {} if self.case.chunk_size == 64 else {"chunk_size": self.case.chunk_size}

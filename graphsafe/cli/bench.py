@@ -5,7 +5,7 @@ Requirements
 1. Exit code 0: everything measured is right and nothing became slower; 1: a result is wrong or failed, or a regression
    was found; 2: the command cannot be run as asked; 130: interrupted.
 2. Progress and notes go to stderr, tables or JSON to stdout, report and journal to the output folder. Progress is a bar
-   on a terminal, else a line as each case begins.
+   on a terminal, else a line as each case begins, with the seconds since the first did.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,6 +53,12 @@ def bench(
         tuple[str, str] | None,
         typer.Option(help="Two providers, side by side; with --provider, more. The first meets each.", metavar="A B"),
     ] = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Ask this provider for cases alone whose label contains the text; may repeat.", metavar="PROVIDER=TEXT"
+        ),
+    ] = None,
     against: Annotated[
         Path | None, typer.Option(help="A stored report.json: find what became slower.", exists=True)
     ] = None,
@@ -80,7 +87,8 @@ def bench(
     from graphsafe_kernels.providers import DEFAULT
 
     providers = [*(compare or ()), *(provider or ())] or [DEFAULT]
-    run = _bench(runtime, chosen, providers, _protocol(quick, samples, check), out, resume)
+    limits = _limits(limit or [], providers)
+    run = _bench(runtime, chosen, providers, limits, _protocol(quick, samples, check), out, resume)
     if against is not None:
         from graphsafe.bench.regressions import compare_runs, read_report, require_comparable
 
@@ -129,8 +137,25 @@ def _protocol(quick: bool, samples: int | None, check: bool) -> Protocol:
     return Protocol(samples or 14, warm=1, budget_s=8.0, least=6) if quick else Protocol(samples or 40)
 
 
+def _limits(named: Sequence[str], providers: Sequence[str]) -> dict[str, list[str]]:
+    """Provider -> the texts of which its cases' labels have one."""
+    found: dict[str, list[str]] = {}
+    for text in named:
+        provider, equals, label = text.partition("=")
+        if not equals or not label or provider not in providers:
+            raise error("argument", f"--limit {text}: PROVIDER=TEXT is needed, of {', '.join(providers)}")
+        found.setdefault(provider, []).append(label)
+    return found
+
+
 def _bench(
-    runtime: Any, cases: Sequence[Case], providers: Sequence[str], protocol: Protocol, out: Path, resume: bool
+    runtime: Any,
+    cases: Sequence[Case],
+    providers: Sequence[str],
+    limits: Mapping[str, Sequence[str]],
+    protocol: Protocol,
+    out: Path,
+    resume: bool,
 ) -> Bench:
     import torch
 
@@ -140,7 +165,7 @@ def _bench(
         raise error("argument", f"each provider is named once; got {', '.join(providers)}")
     if runtime.device.type == "cpu":
         torch.set_num_threads(1)  # threads that wait for each other would be measured in place of the work
-    return Bench(runtime, cases, providers, protocol, journal=out / "journal.jsonl", resume=resume)
+    return Bench(runtime, cases, providers, protocol, out / "journal.jsonl", resume, limits)
 
 
 def _run(run: Bench, *, quiet: bool) -> dict[str, Any]:
@@ -150,12 +175,13 @@ def _run(run: Bench, *, quiet: bool) -> dict[str, Any]:
     with Progress(*columns, console=console, disable=not drawn, transient=True) as progress:
         task = progress.add_task("", total=len(run.cases))
         begun: set[int] = set()
+        began = time.perf_counter()
 
         def show(done: int, total: int, label: str, stage: str) -> None:
             progress.update(task, completed=done, description=escape(f"{label}: {stage}"))
             if not drawn and not quiet and done not in begun:
                 begun.add(done)
-                typer.echo(f"{done + 1}/{total} {label}", err=True)
+                typer.echo(f"{done + 1}/{total} {time.perf_counter() - began:.0f} s: {label}", err=True)
 
         run.progress = show
         with _ended_by_sigterm():

@@ -10,7 +10,7 @@ import torch
 from bench_fakes import small
 
 from graphsafe import get_runtime
-from graphsafe.bench.cases import KDA_GATE
+from graphsafe.bench.cases import GDN_NORM, KDA_GATE, SIX_SWITCHES
 from graphsafe.bench.checks import Check, bound_of, check, oracle_rows, relative_error
 from graphsafe.bench.modes import Prepared, prepare
 from graphsafe.bench.workloads import Workload, workload_of
@@ -152,3 +152,26 @@ def test_two_batches_share_their_parameters_and_nothing_else(runtime: Any) -> No
     assert {name for name in one if torch.equal(one[name], other[name])} == {"A_log", "dt_bias"}
     again = workload.batch(0)
     assert all(torch.equal(one[name], again[name]) for name in one)
+
+
+@pytest.mark.parametrize("operator", ["gdn", "kda"])
+def test_an_oracle_of_many_heads_is_formed_in_parts(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = SIX_SWITCHES if operator == "kda" else GDN_NORM
+    case = small(operator=operator, direction="forward+backward", heads=5, value_heads=10, options=options)
+    work = workload_of(case, torch.device("cpu"))
+    batch = work.batch(0)
+    whole = work.oracle(batch, torch.device("cpu"))
+    asked = []
+    reference = Workload.oracle
+
+    def noted(self: Workload, tensors: Any, device: torch.device) -> Any:
+        asked.append(tensors["v"].shape[2])
+        return reference(self, tensors, device)
+
+    monkeypatch.setattr(Workload, "oracle", noted)
+    monkeypatch.setattr("graphsafe.bench.heads.PART", 4 * case.live_tokens * case.key_dim)
+    parts = work.oracle(batch, torch.device("cpu"))
+    assert asked == [4, 4, 2]  # two query heads and their four value heads at a time
+    assert parts.keys() == whole.keys()
+    for name, want in whole.items():
+        assert relative_error(parts[name], want) < 1e-13, name

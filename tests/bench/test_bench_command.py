@@ -50,7 +50,7 @@ def test_a_run_writes_its_files_and_prints_its_tables() -> None:
         "On a CPU these times",
     ):
         assert text in done.output
-    assert "1/1 tables 256x2, fwd" in done.stderr.splitlines()  # no terminal: a line as each case begins
+    assert "1/1 0 s: tables 256x2, fwd" in done.stderr.splitlines()  # no terminal: a line as each case begins
     report = json.loads(Path("there/report.json").read_text())
     assert report["complete"] is True
     assert report["results"][0]["case"]["group"] == "mine"
@@ -175,6 +175,8 @@ def test_an_interruption_ends_with_130_and_a_report(number: int, monkeypatch: py
             ("--cases", "mine.json", "--compare", "reference", "reference"),
             "each provider is named once",
         ),
+        (("--cases", "mine.json", "--limit", "reference=gdn"), "PROVIDER=TEXT is needed, of graphsafe"),
+        (("--cases", "mine.json", "--limit", "graphsafe"), "PROVIDER=TEXT is needed"),
         (("--cases", "mine.json", "--against", "mine.json"), "no report of graphsafe bench"),
     ],
 )

@@ -73,10 +73,16 @@ def test_what_was_found_is_said_in_sentences() -> None:
     wrong["figures"] = figures(wrong)
     rows = compare_providers([ours, wrong], "graphsafe", "fla")
     compared = {"graphsafe against fla": {"rows": rows, "tally": tally(rows, "graphsafe", "fla")}}
-    report = {"results": [ours, wrong], "break_even": [], "comparison": compared}
+    report: dict[str, Any] = {"results": [ours, wrong], "break_even": [], "comparison": compared}
+    curve = {"label": "gdn", "provider": "graphsafe", "lengths": [64.0, 128.0, 256.0], "apart": [True] * 3,
+             "verdict": "crossing", "tokens": 100.0}  # fmt: skip
+    said = list(findings({**report, "break_even": [curve]}))
+    assert said[-2] == "Break-even, gdn [graphsafe]: at 100 tokens."
+    assert said[-1].startswith("Break-even is the length at which update and replay over an eager call")
     assert list(findings(report)) == [
         "graphsafe: 1 of 1 cases right.",
-        "graphsafe: padding costs a replay +20 % at 50% fill.",
+        "graphsafe: padding costs a replay +20 % at 50% fill: the bucket's over one captured at the batch's own size, "
+        "medians of device time.",
         "fla: 0 of 1 cases right, 1 wrong.",
         "graphsafe against fla: right 1 and 0 of 1 cases.",
     ]

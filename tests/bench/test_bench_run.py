@@ -176,6 +176,20 @@ def test_a_refusal_and_a_failure_are_rows_and_the_run_goes_on(monkeypatch: pytes
     assert "it has no build_tables" in results[2]["reason"]
 
 
+def test_a_provider_is_asked_for_the_cases_of_its_limit_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._providers, "planted", Planted(lambda o: o))
+    cases = (small(), small(heads=2, value_heads=2), small(heads=4, value_heads=4), TABLES)
+    run = bench(*cases, providers=("graphsafe", "planted"), limits={"planted": ("1/1x16", "4/4x16")})
+    results = run.run()["results"]
+    assert [r["status"] for r in results if r["provider"] == "graphsafe"] == ["ok"] * 4
+    assert [r["status"] for r in results if r["provider"] == "planted"] == ["ok", "refused", "ok", "refused"]
+    said = "it was asked for cases of 1/1x16 or 4/4x16 alone"
+    reasons = [r["reason"] for r in results if r["status"] == "refused"]
+    assert reasons[0] == said
+    assert "it has no build_tables" in reasons[1]
+    assert run.environment["providers"]["planted"] == [said]
+
+
 def test_what_fails_while_timed_is_a_row_without_times(monkeypatch: pytest.MonkeyPatch) -> None:
     real = run_module.measure
 
@@ -233,6 +247,41 @@ def test_an_interrupted_run_reports_and_resumes(tmp_path: Path, monkeypatch: pyt
     stop["at"] = ""
     again = bench(*cases, journal=journal, resume=True).run()
     assert json.dumps(again["results"]) == json.dumps(report["results"])
+
+
+def test_a_broken_device_ends_a_run_that_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = tmp_path / "journal.jsonl"
+    cases = (TABLES, small(), Case("tables", 128, 2))
+
+    def fails() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+
+        def breaking(workload: Any, name: str, runtime: Any) -> Any:
+            patch.setattr(runtime, "synchronize", fails)
+            raise RuntimeError("an illegal memory access was encountered")
+
+        patch.setattr(run_module, "prepare", breaking)
+        report = bench(*cases, journal=journal).run()
+    assert report["complete"] is False
+    assert [(r["key"], r["status"]) for r in report["results"]] == [(TABLES.key, "failed")]
+    report = bench(*cases, journal=journal, resume=True).run()
+    assert [r["status"] for r in report["results"]] == ["failed", "ok", "ok"]
+
+
+def test_a_failure_of_one_case_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = run_module.prepare
+
+    def failing(workload: Any, *args: Any) -> Any:
+        if workload.case.key == TABLES.key:
+            raise RuntimeError("no room")
+        return real(workload, *args)
+
+    monkeypatch.setattr(run_module, "prepare", failing)
+    report = bench(TABLES, small()).run()
+    assert report["complete"] is True
+    assert [r["status"] for r in report["results"]] == ["failed", "ok"]
 
 
 def test_a_run_is_not_resumed_under_other_conditions(tmp_path: Path) -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
 import pytest
 from bench_fakes import FakeClock
 
-from graphsafe.bench.timing import Protocol, cache_flush, measure, median_interval, summary, timed_once
+from graphsafe.bench.timing import (
+    Protocol,
+    cache_flush,
+    collector_spared,
+    measure,
+    median_interval,
+    summary,
+    timed_once,
+)
 
 
 def sampled(protocol: Protocol, **arms: float) -> tuple[FakeClock, dict[str, Any]]:
@@ -96,3 +105,20 @@ def test_timed_once_waits_for_the_device() -> None:
     clock = FakeClock()
     assert timed_once(clock, clock.arm("a", 250), clock.now) == pytest.approx(250e-6)
     assert clock.log == ["synchronize", "a", "synchronize"]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_loaded_is_spared_by_the_collector_and_given_back(frozen: bool) -> None:
+    gc.unfreeze()
+    if frozen:
+        gc.freeze()  # by the caller, whose it stays
+    before = gc.get_freeze_count()
+    loaded = [[number] for number in range(1000)]
+    with collector_spared() as spare:
+        first = gc.get_freeze_count()
+        assert first >= before + 1000
+        loaded += [[number] for number in range(1000)]
+        spare()
+        assert gc.get_freeze_count() >= first + 1000
+    assert (gc.get_freeze_count() > 0) is frozen
+    assert len(loaded) == 2000

@@ -96,6 +96,46 @@ def test_a_compiled_function_is_refused_by_name_and_works_afterwards(warm):
     assert torch.equal(compiled(x), torch.full((3,), 3.0))
 
 
+@pytest.mark.parametrize("how", ["warm-up", "refused", "unguarded"])
+def test_a_compiled_function_stays_compiled(how):
+    """Called under a mode of its own, torch would run it as it was written for the rest of the process."""
+    runs = []
+
+    def backend(module, _):
+        return lambda *args: runs.append(1) or module(*args)
+
+    compiled, x = torch.compile(lambda x: x * 2 + 1, backend=backend), torch.ones(3)
+    compiled(x)
+    if how == "warm-up":
+        gs.get_runtime("cpu").warm_up(lambda: compiled(x))
+    elif how == "refused":
+        with pytest.raises(gs.UnsupportedError, match=r"torch\.compile"):
+            capture(lambda: compiled(x))
+    else:
+        with gs.get_runtime("cpu").capture(guard="off") as graph:
+            graph.outputs(compiled(x))
+    assert len(runs) == 1
+    compiled(x)
+    assert len(runs) == 2
+
+
+def test_a_watch_of_compiled_functions_leaves_them_compiled():
+    """What a device's capture without guard has."""
+    from graphsafe._state import SavedState
+    from graphsafe._watch import Watch
+
+    runs = []
+
+    def backend(module, _):
+        return lambda *args: runs.append(1) or args[0]
+
+    compiled, x = torch.compile(lambda x: x * 2 + 1, backend=backend), torch.ones(3)
+    compiled(x)
+    with Watch(torch.device("cpu"), check=False, saved=SavedState(), compiled=True).active():
+        compiled(x)
+    assert len(runs) == 2
+
+
 def test_what_torch_keeps_from_its_compiler_is_captured():
     """What torch.compiler.disable wraps goes through the same code of torch as a compiled function."""
     torch.compile(lambda x: x, backend="eager")  # loads the compiler

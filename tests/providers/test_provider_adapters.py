@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -287,6 +288,18 @@ def test_the_guard_is_lifted_by_name_only(monkeypatch: pytest.MonkeyPatch) -> No
     UnguardedFlaProvider().function("chunk_gated_delta_rule")
     assert not FlaProvider()._guard_is_up()
     assert any("guard" in note for note in UnguardedFlaProvider.notes)
+
+
+def test_choices_read_from_files_are_part_of_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FLA_CACHE_MODE", raising=False)
+    assert not any("choices" in note for note in FlaProvider().notes)
+    monkeypatch.setenv("FLA_CACHE_MODE", "strict")
+    monkeypatch.setenv("FLA_CONFIG_DIR", str(tmp_path))
+    assert FlaProvider().notes[-1].endswith("(FLA_CACHE_MODE=strict): its own")
+    (tmp_path / "about.txt").write_text("2 of 3 keys timed on the device\n")
+    for provider in (FlaProvider(), UnguardedFlaProvider()):
+        assert provider.notes[-1].endswith("(FLA_CACHE_MODE=strict): 2 of 3 keys timed on the device")
+        assert provider.notes[:-1] == type(provider).notes
 
 
 # FlashQLA

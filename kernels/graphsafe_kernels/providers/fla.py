@@ -6,6 +6,8 @@ Requirements
    a figure could be FlashQLA's or TileLang's. Imported already without it, the provider is refused.
 2. Its guards stay. ``fla-unguarded`` is the same library with the guard of GDN's backward on Hopper lifted, in this
    process: for comparisons whose results are checked, never by default.
+3. Where it is told the choices of its autotuners by files (its ``FLA_CACHE_MODE``), a record of its figures says so,
+   and quotes the line ``about.txt`` beside them, if there is one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +53,15 @@ _MODULES = {
 }
 
 
+def _stored_choices() -> list[str]:
+    mode = os.environ.get("FLA_CACHE_MODE", "disabled")
+    if mode == "disabled":
+        return []
+    about = Path(os.environ.get("FLA_CONFIG_DIR", ""), "about.txt")
+    said = about.read_text(encoding="utf-8").strip() if about.is_file() else "its own"
+    return [f"its autotuners' choices are read from files (FLA_CACHE_MODE={mode}): {said}"]
+
+
 class FlaProvider(Provider):
     """GDN, KDA and convolution of flash-linear-attention, as installed, by its Triton kernels alone."""
 
@@ -58,6 +70,7 @@ class FlaProvider(Provider):
     notes: tuple[str, ...] = ("its dispatch to other back ends is off",)
 
     def __init__(self) -> None:
+        self.notes = (*type(self).notes, *_stored_choices())
         self.services = {
             "chunk_gated_delta_rule": Service(
                 _DEVICES, _HALVES, _DELTA, unsafe=_TABLES_BY_THE_HOST, limit=self._guarded
