@@ -10,7 +10,7 @@ the fp64 reference. With peers, all results and gradients of every arm are compa
 timed, the arms are replayed in turn, and what the peers choose at their first call they choose at the longest shape of
 its heads. ``ratio`` is this project's time over the peer's; ``worse`` names the results in which this project's error
 is above the peer's. With ``--seeds`` errors are averaged over so many seeds, at the shapes and on the hard inputs
-(``gdn_seeds``).
+(``seeds``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gdn_seeds
+import seeds
 import torch
 import torch.nn.functional as F
 from peers import capture, compile_choices, gated_delta_rule, race
@@ -409,7 +409,7 @@ def main() -> None:
     if a.seeds:
         use({})
         backend._load.cache_clear()
-        over = functools.partial(gdn_seeds.compare, arms=arms, exact=exact, relative=relative, seeds=a.seeds, note=note)
+        over = functools.partial(seeds.compare, arms=arms, exact=exact, relative=relative, seeds=a.seeds, note=note)
         for hard in HARD | FAMILIES:
             over(lambda seed, h=hard: Case(300, 3, 16, 32, ragged=True, hard=h, seed=seed), hard=hard)
         for shape in a.only:

@@ -2,6 +2,7 @@
 
     python benchmarks/kda.py --json kda.json                  # checks, kernels one by one, replays of every shape
     python benchmarks/kda.py --sections check,kernels --shape 4096x32 --vary gradient_warps=4,8
+    python benchmarks/kda.py --sections check --gates safe --seeds 16         # errors beside the peer's, over seeds
 
 Sections: stages (what the preparation writes, against fp64: a miscompiled kernel shows here first), check, kernels,
 replay, eager (the operator called eagerly at the batch's own size, waited for after each call).
@@ -31,6 +32,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import seeds
 import torch
 import triton
 from peers import compile_choices, flash_linear_attention, race
@@ -136,6 +138,11 @@ class Case:
         outputs = self.peer_forward(operands, use_graph)
         return [*outputs, *torch.autograd.grad(outputs, operands, self.gradients)]
 
+    def call(self, arm: Callable[[Case, list[torch.Tensor]], list[torch.Tensor]], grad: bool) -> list[torch.Tensor]:
+        """Outputs and gradients by ``Case.both``, ``Case.peer`` or ``Case.public_both``."""
+        assert grad
+        return arm(self, self.leaves())
+
     def public(self, operands: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The forward as a caller writes it: checks, tables and launches."""
         q, k, v, g, beta, A_log, dt_bias, state = operands
@@ -168,10 +175,14 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want).norm() / (want.norm() + 1e-30)).item()
 
 
-def errors(got: list[torch.Tensor], want: list[torch.Tensor]) -> dict[str, str]:
+def each_relative(got: list[torch.Tensor], want: list[torch.Tensor]) -> dict[str, float]:
     """The relative errors of outputs and gradients, by name."""
     names = ("o", "ht", *(f"d{n}" for n in NAMES))
-    return {n: f"{relative(a, b):.1e}" for n, a, b in zip(names, got, want, strict=True)}
+    return {n: relative(a, b) for n, a, b in zip(names, got, want, strict=True)}
+
+
+def errors(got: list[torch.Tensor], want: list[torch.Tensor]) -> dict[str, str]:
+    return {n: f"{e:.1e}" for n, e in each_relative(got, want).items()}
 
 
 def stages(case: Case) -> dict[str, str]:
@@ -307,6 +318,7 @@ def main() -> None:
     parser.add_argument("--warm-only", action="store_true", help="compile and stop")
     parser.add_argument("--warm-peer", action="store_true", help="compile the peer's choices beforehand too")
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--seeds", type=int, default=0, help="section check: mean errors over so many seeds")
     parser.add_argument("--peer-first", help="the shape of the peer's first call, at which it chooses")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -363,6 +375,11 @@ def main() -> None:
             emit(section="check", inputs=f"{inputs} safe={safe}", errors=errors(case.both(case.leaves()), want))
             if with_peer:
                 emit(section="check", inputs=f"{inputs} safe={safe} fla", errors=errors(case.peer(case.leaves()), want))
+        arms = {"graphsafe": Case.both} | ({"fla": Case.peer} if with_peer else {})
+        for safe, inputs in itertools.product(gates, INPUTS if args.seeds else ()):
+            make = functools.partial(Case, 1024, 4, 32, safe=safe, inputs=inputs)
+            seeds.compare(lambda seed, make=make: make(seed=seed), arms, Case.exact, each_relative, args.seeds, emit,
+                          section="seeds", inputs=f"{inputs} safe={safe}")  # fmt: skip
         for choices in chosen[1:]:
             with_choices(choices)
             case = Case(1024, 4, 32)

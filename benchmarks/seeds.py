@@ -1,4 +1,4 @@
-"""Errors of several arms of the gated delta rule over several seeds, so that a difference of percents can be told from
+"""Errors of several arms over several seeds, so that a difference of percents can be told from
 chance.
 
 Requirements
