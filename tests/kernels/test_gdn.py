@@ -210,6 +210,11 @@ def test_dbeta_without_the_rounding_of_its_rows_gradient(device, configured, spr
     """Nearer to fp64 by what dw's rounding was of it, and no farther where keys are alike and what it is made of
     cancels; a beta of zero keeps <dw, e>."""
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+
+    def same(x, y):
+        """Bit for bit; a compiler forms the sums of two versions of a kernel in two ways."""
+        return torch.equal(x, y) if device.type == "cpu" else (x.double() - y).norm() <= 2.0**-8 * y.double().norm()
+
     found = {}
     for seed in range(4):
         b = batch(device, [64], dtype=dtype, key=32, value=32, seed=seed)
@@ -221,8 +226,8 @@ def test_dbeta_without_the_rounding_of_its_rows_gradient(device, configured, spr
             configured(exact_beta=exact)
             got[exact] = run(b, chunk_size=64, **NORMED)
             found[exact] = found.get(exact, 0.0) + (got[exact]["dbeta"].double() - want).square().sum().item()
-        assert all(torch.equal(t, got[True][name]) for name, t in got[False].items() if name != "dbeta")
-        assert torch.equal(*(x["dbeta"][b.beta == 0] for x in got.values()))
+        assert all(same(t, got[True][name]) for name, t in got[False].items() if name != "dbeta")
+        assert same(*(x["dbeta"][b.beta == 0] for x in got.values()))
     assert found[True] < {1.0: 0.8, 0.3: 0.9, 0.03: 1.05}[spread] * found[False], found
 
 
