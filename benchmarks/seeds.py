@@ -1,12 +1,11 @@
-"""Errors of several arms over several seeds, so that a difference of percents can be told from
-chance.
+"""Errors of several arms over several seeds, so that a difference of percents can be told from chance.
 
 Requirements
 ------------
-1. Every arm gets the same inputs, compared with fp64; a ratio is of one arm's error to this project's at one seed.
+1. Every arm gets the same inputs, compared with fp64; a ratio is of this project's error to a peer's at one seed.
 2. What is printed: per arm and result the mean error, and per peer the geometric mean of the ratios, with its standard
    error (of the mean over seeds, as a share). ``above`` names the results in which the ratio is above one by more than
-   two standard errors.
+   two standard errors, or is no number.
 3. The input "alike family" draws beta anew for each seed, from 1.7 to 2: the rounding of a product of two numbers that
    every pair of tokens shares is an input's own, so one beta says nothing of the next.
 """
@@ -30,15 +29,19 @@ def ratios(own: list[dict[str, float]], theirs: list[dict[str, float]]) -> dict[
     """Result -> (geometric mean of own error over theirs, its standard error as a share); needs two seeds."""
     log = lambda error: math.log(max(error, 1e-30))  # noqa: E731
     logs = {name: [log(a[name]) - log(b[name]) for a, b in zip(own, theirs, strict=True)] for name in own[0]}
-    return {
-        name: (math.exp(statistics.fmean(x)), statistics.stdev(x) / math.sqrt(len(x)) if len(x) > 1 else math.inf)
-        for name, x in logs.items()
-    }
+    return {name: (math.exp(statistics.fmean(x)), _standard_error(x)) for name, x in logs.items()}
+
+
+def _standard_error(x: list[float]) -> float:
+    """Of the mean; what is not finite is no number, which ``stdev`` does not take."""
+    if not all(map(math.isfinite, x)):
+        return math.nan
+    return statistics.stdev(x) / math.sqrt(len(x)) if len(x) > 1 else math.inf
 
 
 def above(found: dict[str, tuple[float, float]]) -> list[str]:
     """Results in which a ratio is above one by more than two standard errors."""
-    return [name for name, (ratio, error) in found.items() if math.log(ratio) > 2 * error]
+    return [name for name, (ratio, error) in found.items() if not math.log(ratio) <= 2 * error]
 
 
 def compare(make: Callable[[int], Any], arms: dict[str, Callable[..., Any]], exact: Callable[[Any], list[Any]],

@@ -48,6 +48,7 @@ def environment(runtime: Any, protocol: Protocol, distributions: Iterable[str] =
         "runtime": runtime.name,
         "device": _device(runtime),
         "driver": runtime.environment().get("driver"),
+        "host": None if runtime.device.type == "cpu" else f"{_processor()} ({platform.machine()})",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": versions.pop("triton"),

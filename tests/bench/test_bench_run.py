@@ -338,6 +338,15 @@ def test_a_simulated_device_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -
     assert "simulated" in environment(runtime, SHORT)["note"]
 
 
+def test_beside_a_device_the_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager times are the host's; on a CPU it is the device."""
+    on_cpu = bench().environment
+    assert on_cpu["host"] is None
+    runtime = SimpleNamespace(name="npu", device=torch.device("meta"), environment=lambda: {"driver": None})
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(get_device_name=lambda device: "x"))
+    assert environment(runtime, SHORT)["host"] == on_cpu["device"]
+
+
 def test_the_environment_names_no_machine_and_no_path() -> None:
     import getpass
     import socket

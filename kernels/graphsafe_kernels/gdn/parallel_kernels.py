@@ -18,7 +18,7 @@ Requirements
 ------------
 1. Each pair (i, j) enters the gate's gradient twice with opposite signs and cancels but for i >= t > j: both uses are
    the same fp32 number, so rounding cancels with it.
-2. Nothing is divided by beta.
+2. Nothing is divided by beta but what 5 adds to dbeta, which is bounded, and zero where beta is.
 3. Rows beyond the sequence's end are masked as they are loaded. A sentinel slot reads no operand and clears its share
    of the padding rows of the gradients.
 4. dq^ and dk^ are parts per value head; ``finish_kernel`` sums them over the heads that share a q/k head, in their
