@@ -7,6 +7,7 @@ the gradients on sm_80 and at chunk 32, width 64 on sm_80 and sm_100.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +53,12 @@ def shipped(policy: Policy) -> Iterator[Shipped]:
                           gate_in_kernel=full, beta_scale=2.0 if full else None,
                           state_v_first=full and sequences > 1)  # fmt: skip
         yield from _kernels(problem, choose(problem, capability, dtype), dtype, full, capability)
+    # What layers call: beta is a plain sigmoid, and the preparation has no Newton step.
+    problem = Problem(1, 8192, 16, 32, 128, 128, 1, 64, 128**-0.5, qk_l2norm=True, gate_in_kernel=True, beta_scale=1.0)
+    c = choose(problem, capability, torch.bfloat16)
+    for entry in _kernels(problem, c, torch.bfloat16, True, capability):
+        if entry.kernel is prepare_kernel:
+            yield dataclasses.replace(entry, name=f"{entry.name}, beta at most 1")
 
 
 def _shipped_for_ascend(policy: Policy) -> Iterator[Shipped]:

@@ -7,6 +7,7 @@ log (docs), not here.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,7 +41,8 @@ def _kind(value: Any) -> str | None:
 
 
 def record(kind: str, dtype: torch.dtype, width: int, chunk_size: int, sequences: int, *, safe: bool = True,
-           full: bool = True, group: int = 1, tokens: int = _TOKENS) -> Iterator[Shipped]:  # fmt: skip
+           full: bool = True, group: int = 1, tokens: int = _TOKENS,
+           beta_scale: float = 2.0) -> Iterator[Shipped]:  # fmt: skip
     """Every kernel that a forward and a backward start on a device of ``kind``, intermediates kept and made again.
 
     ``full``: gate and beta in the kernel, initial and final states. Tensors are of device "meta": nothing runs.
@@ -60,7 +62,7 @@ def record(kind: str, dtype: torch.dtype, width: int, chunk_size: int, sequences
     meta = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
     fp32, heads = torch.float32, _HEADS // group
     problem = Problem(1, tokens, heads, _HEADS, width, width, sequences, chunk_size, width**-0.5, qk_l2norm=True,
-                      gate=2 if full else 0, lower_bound=-5.0, beta_scale=2.0 if full else None,
+                      gate=2 if full else 0, lower_bound=-5.0, beta_scale=beta_scale if full else None,
                       safe_gate=safe)  # fmt: skip
     slots = slot_count(tokens, sequences, chunk_size)
     shapes = ((sequences + 1,), (slots, 2), (sequences + 1,))
@@ -128,3 +130,7 @@ def shipped(policy: Policy) -> Iterator[Shipped]:
                 entry.kernel is gradients_kernel and not (full and width == 128))  # fmt: skip
             if policy.kind != "sm_80" or not spills:
                 yield entry
+    # What layers call: beta is a plain sigmoid, and the preparation has no Newton step.
+    for entry in record(policy.kind, torch.bfloat16, 128, 64, 1, beta_scale=1.0):
+        if entry.kernel is prepare_kernel and entry.constants["SCORES"]:
+            yield dataclasses.replace(entry, name=f"{entry.name}, beta at most 1")
