@@ -127,7 +127,7 @@ def even_tile(N, rows, BT: tl.constexpr, DT: tl.constexpr):
     over leading rows and columns is off by more than half a step, and none over leading rows of a column, or columns of
     a row, by more than one. The sums of what rounding lost are rounded to whole steps, and an entry takes their mixed
     difference. Entries are at most 2, exact in steps up to 1; a row depends on no later one."""
-    STEP: tl.constexpr = 2.0**-8 if tl.bfloat16 == DT else 2.0**-11
+    STEP: tl.constexpr = 2.0**-8 if DT == tl.bfloat16 else 2.0**-11
     i = tl.arange(0, BT)
     rounded = N.to(DT)
     lost = tl.where(rows[:, None], (N - rounded.to(tl.float32)) * (1.0 / STEP), 0.0)

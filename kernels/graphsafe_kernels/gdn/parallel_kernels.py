@@ -89,7 +89,7 @@ def slot_gradients(
 ):  # fmt: skip
     """One live slot and value head."""
     DT: tl.constexpr = k.dtype.element_ty
-    ROUNDING: tl.constexpr = 2.0**-7 if tl.bfloat16 == DT else 2.0**-10
+    ROUNDING: tl.constexpr = 2.0**-7 if DT == tl.bfloat16 else 2.0**-10
     # On an Ascend the cube unit may load dw by itself: it becomes dv behind the last product of it.
     KEEP: tl.constexpr = BV >= V and not IN_ORDER
     STATE_ROWS: tl.constexpr = (V + BV - 1) // BV * BV

@@ -116,7 +116,7 @@ def next_factors(f, fj, tile, index, step, SAFE: tl.constexpr):
 @triton.jit
 def narrow(x, DT: tl.constexpr, PACK: tl.constexpr):
     """x of type DT. PACK: bf16 two elements at a time, which the compiler does not do where it uses them apart."""
-    if PACK and tl.bfloat16 == DT:
+    if PACK and DT == tl.bfloat16:
         x = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True,
                                       pack=2)  # fmt: skip
     else:
