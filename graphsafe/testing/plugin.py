@@ -9,7 +9,8 @@ Requirements
 3. A test marked ``graphsafe_captured`` is captured and replayed over layouts (``graphsafe.testing.captured``).
 4. Known failures stand in files (``graphsafe.testing.known_failures``), an unexpected pass fails.
 5. The failures of a run are listed at its end by the categories of the graph contract.
-6. It is loaded where a conftest asks for it (``pytest_plugins = ["graphsafe.testing.plugin"]``), never by itself.
+6. Under pytest-xdist all of it holds too.
+7. It is loaded where a conftest asks for it (``pytest_plugins = ["graphsafe.testing.plugin"]``), never by itself.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ __all__ = ["devices"]
 pytest.register_assert_rewrite("graphsafe.testing.suite")
 
 _KNOWN = pytest.StashKey[KnownFailures]()
+_UNUSED = pytest.StashKey[list[str]]()
+"""Of a process of pytest-xdist that collects nothing itself: what its workers, each of which collects all, found."""
 _FINDING = "graphsafe"
 _OTHER = "of no category"
 
@@ -64,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if folder is not None and not folder.is_dir():
         raise pytest.UsageError(f"known failures: {folder} is no folder")
     config.stash[_KNOWN] = KnownFailures(folder)
+    config.stash[_UNUSED] = []
 
 
 def devices(config: pytest.Config) -> list[str]:
@@ -154,6 +158,17 @@ def _first_line(problem: BaseException) -> str:
     return (str(problem).strip().splitlines() or [""])[0]
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["graphsafe_unused"] = session.config.stash[_KNOWN].unused()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[_UNUSED] = getattr(node, "workeroutput", {}).get("graphsafe_unused", [])
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     found: dict[str, list[str]] = {}
     for report in [*terminalreporter.stats.get("failed", []), *terminalreporter.stats.get("error", [])]:
@@ -166,7 +181,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 terminalreporter.write_line(f"{category}: {len(found[category])}")
                 for line in sorted(found[category]):
                     terminalreporter.write_line(f"  {line}")
-    unused = config.stash[_KNOWN].unused()
+    unused = config.stash[_UNUSED] or config.stash[_KNOWN].unused()
     if unused:
         terminalreporter.section("graphsafe: known failures that fitted no test of this run")
         for line in unused:

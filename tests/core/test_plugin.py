@@ -120,7 +120,7 @@ def test_of_no_device():
 """
 
 
-@pytest.mark.parametrize("how", ["option", "ini"])
+@pytest.mark.parametrize("how", ["workers", "option", "ini"])
 def test_known_failures_have_reasons_and_an_unexpected_pass_fails(run, pytester, how):
     pytester.makepyfile(test_mine=KNOWN)
     folder = pytester.mkdir("known")
@@ -133,7 +133,11 @@ def test_known_failures_have_reasons_and_an_unexpected_pass_fails(run, pytester,
     (folder / "cuda.txt").write_text("test_mine.py::*: nothing works there\n")
     if how == "ini":
         pytester.makeini("[pytest]\ngraphsafe_known_failures = known\n")
-    result = run("test_mine.py", "-rx", *(["--graphsafe-known-failures", "known"] if how == "option" else []))
+    options = [] if how == "ini" else ["--graphsafe-known-failures", "known"]
+    if how == "workers":
+        pytest.importorskip("xdist", reason="pytest-xdist is not here")
+        options += ["-n", "2"]
+    result = run("test_mine.py", "-rx", *options)
     result.assert_outcomes(xfailed=2, failed=1)
     result.stdout.fnmatch_lines(
         [
