@@ -440,6 +440,24 @@ def test_pairs_by_levels_in_task_loops(device, configured, name):
             assert (t[:, b.total :] == 0).all(), key
 
 
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "half"])
+@pytest.mark.parametrize("name", ["chunk 64", "dense, odd widths", "no l2norm", "bounded gate", "safe"])
+def test_the_other_form_of_column_blocks(device, configured, name, half):
+    """Products of whole chunks, which sm_90 runs, on other devices, and small ones there: the same values."""
+    sizes, options = CASES[name] if name in CASES else (dict(lengths=[70, 23], padding=3, gate=True), SAFE)
+    dtype = (torch.float16 if device.type == "cpu" else torch.bfloat16) if half else torch.float32
+    b = batch(device, **{**sizes, "dtype": dtype})
+    if not options.get("use_qk_l2norm_in_kernel"):
+        b.q, b.k = (torch.nn.functional.normalize(x.float(), dim=-1).to(dtype) for x in (b.q, b.k))
+    want = run(b, dtype=torch.float64, **options)
+    configured(operands=device.type != "cpu")
+    got = run(b, **options)
+    assert_close(want, live(b, got), dtype)
+    for key, t in got.items():
+        if per_token(key) and b.cu is not None:
+            assert (t[:, b.total :] == 0).all(), key
+
+
 @pytest.mark.parametrize("span", [1, 2])
 def test_segments(device, configured, launches, span):
     """Sequences cut into segments: the same values, padding zero, one launch more each way; a bucket's choice alone."""

@@ -57,6 +57,30 @@ def level_pairs(LEVEL: tl.constexpr):
 
 
 @triton.jit
+def part_level(k3, q3, y3, pair, turned, dq, dk, ahead, BT: tl.constexpr, PAIRS: tl.constexpr,
+               PRECISION: tl.constexpr, LEVEL: tl.constexpr):  # fmt: skip
+    """Add what one level's pairs within tiles give dq^, dk^ and the gate's a to ``[tiles, 16, BK]`` of each."""
+    F = level_factors(y3, LEVEL)
+    met = level_pairs(LEVEL)
+    meeting = tl.permute(met, [0, 2, 1])
+    kF = (k3 * F).to(PAIRS)
+    qF = (q3 * F).to(PAIRS)
+    Z = tl.where(met, tl.load(pair), 0.0)
+    Y = tl.where(met, tl.load(pair + BT * BT), 0.0)
+    az = tl.dot(Z, kF, input_precision=PRECISION)
+    ay = tl.dot(Y, kF, input_precision=PRECISION)
+    # Loaded the other way round rather than turned.
+    Z = tl.where(meeting, tl.load(turned), 0.0)
+    Y = tl.where(meeting, tl.load(turned + BT * BT), 0.0)
+    ac = tl.dot(Z, qF, input_precision=PRECISION)
+    ac = tl.dot(Y, kF, ac, input_precision=PRECISION)
+    dq += F * az
+    dk += F * (ay + ac)
+    ahead += qF.to(tl.float32) * az + kF.to(tl.float32) * (ay - ac)
+    return dq, dk, ahead
+
+
+@triton.jit
 def in_tiles(x, BT: tl.constexpr, BK: tl.constexpr):
     """x ``[BT, BK]`` as ``[BT / 16, 16, BK]``."""
     return tl.reshape(x, [BT // TILE, TILE, BK])

@@ -25,22 +25,11 @@ from graphsafe_kernels.delta.gate_kernels import activated_beta
 from graphsafe_kernels.delta.inverse_kernels import correction_tile, refine_tile
 from graphsafe_kernels.delta.overlap_kernels import follow
 from graphsafe_kernels.delta.row_kernels import clear_rows, load_rows, locate_slot, padding_rows
-from graphsafe_kernels.kda.decay_kernels import (
-    TILE,
-    beside,
-    in_tiles,
-    level_factors,
-    level_pairs,
-    load_tile_decays,
-    own_factors,
-    spread,
-    store_chunk_decay,
-    store_tile_decays,
-    tile_factors,
-    tile_sums,
-)
-from graphsafe_kernels.kda.gate_kernels import gate_factor, load_bias, load_gates, log_decay
+from graphsafe_kernels.kda.decay_kernels import TILE, in_tiles, level_factors, level_pairs, tile_sums
+from graphsafe_kernels.kda.gate_kernels import gate_factor, load_bias, log_decay
 from graphsafe_kernels.kda.level_kernels import VECTORS, chunk_by_levels
+from graphsafe_kernels.kda.operand_prepare_kernels import prepare_operands
+from graphsafe_kernels.kda.spread_prepare_kernels import prepare_spread
 
 
 @triton.jit
@@ -155,79 +144,35 @@ def prepare_in_tiles(
     BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, SCORES: tl.constexpr,
     SAFE: tl.constexpr, PAIRS: tl.constexpr, INVERSE: tl.constexpr, REFINE: tl.constexpr, PRECISION: tl.constexpr,
+    OPERANDS: tl.constexpr,
 ):  # fmt: skip
     """One live slot and value head, pairs met by tiles of 16 tokens (``decay_kernels``)."""
-    DT: tl.constexpr = k.dtype.element_ty
     row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
     hq = hv // (HV // H)
-    i = tl.arange(0, BT)
-    ii = i[:, None]
-    jj = i[None, :]
-    m = i < rows
     factor = gate_factor(A_log, hv, SCALED)
+    C = tl.zeros([BT, BT], tl.float32)
+    P = tl.zeros([BT, BT], tl.float32)
     if SCORES:
-        if SAFE:
-            C = tl.zeros([BT, BT], tl.float32)
-            P = tl.zeros([BT, BT], tl.float32)
-        else:
+        if not SAFE:
             C, P = pairs_in_tiles(q, k, g, dt_bias, row, rows, hq, hv, factor, bound, H, HV, K, BT, BK, GATE, BIAS,
                                   PRECISION)  # fmt: skip
-        own = tl.zeros([BT], tl.float32)
-        kk = tl.zeros([BT], tl.float32)
-        qq = tl.zeros([BT], tl.float32)
-    tile = ii // TILE
     KD: tl.constexpr = (K + BK - 1) // BK * BK
     td = tile_decays + at * (BT // TILE * KD)
-    # A turn sums the next column block's gates and writes its tiles' decays, so that nobody waits for them.
-    x = load_gates(g, dt_bias, row, rows, hv, 0, factor, bound, HV, K, BT, BK, GATE, BIAS)
-    y_next = tile_sums(x, BT, BK)
+    if OPERANDS:
+        C, P, own, kk, qq = prepare_operands(
+            C, P, q, k, g, dt_bias, kg, qg, kd, td, decay, row, rows, at, hq, hv, factor, bound, H, HV, K, BT, BK,
+            L2NORM, GATE, BIAS, SCORES, SAFE, PAIRS, PRECISION,
+        )  # fmt: skip
+    else:
+        C, P, own, kk, qq = prepare_spread(
+            C, P, q, k, g, dt_bias, kg, qg, kd, td, decay, row, rows, at, hq, hv, factor, bound, H, HV, K, BT, BK,
+            L2NORM, GATE, BIAS, SCORES, SAFE, PAIRS, PRECISION,
+        )  # fmt: skip
     if SCORES:
-        store_tile_decays(tl.exp2(y_next), td, 0, KD, BT, BK)
-    k_next = load_rows(k + hq * K, row, rows, 0, K, H * K, BT, BK)
-    q_next = load_rows(q + hq * K, row, rows, 0, K, H * K, BT, BK)
-    g_next = load_rows(g + hv * K, row, rows, BK, K, HV * K, BT, BK)
-    bias_next = load_bias(dt_bias, hv, BK, K, BK, BIAS)
-    for column in tl.range(0, K, BK):
-        if SCORES:
-            tl.debug_barrier()  # the tiles' decays are read by threads that did not write them
-        c = column + tl.arange(0, BK)
-        kt = k_next.to(tl.float32)
-        qt = q_next.to(tl.float32)
-        y = y_next
-        z = g_next.to(tl.float32) + bias_next[None, :]
-        k_next = load_rows(k + hq * K, row, rows, column + BK, K, H * K, BT, BK)
-        q_next = load_rows(q + hq * K, row, rows, column + BK, K, H * K, BT, BK)
-        g_next = load_rows(g + hv * K, row, rows, column + 2 * BK, K, HV * K, BT, BK)
-        bias_next = load_bias(dt_bias, hv, column + 2 * BK, K, BK, BIAS)
-        inside = m[:, None] & (column + BK + tl.arange(0, BK) < K)[None, :]
-        y_next = tile_sums(tl.where(inside, log_decay(z, factor, bound, GATE), 0.0), BT, BK)
-        if SCORES:
-            store_tile_decays(tl.exp2(y_next), td, column + BK, KD, BT, BK)
-        if L2NORM and SCORES:
-            kk += tl.sum(kt * kt, 1)
-            qq += tl.sum(qt * qt, 1)
-        a = tl.exp2(y)
-        fj = own_factors(y, BT, BK, SAFE)
-        d0, d1, d2, d3 = load_tile_decays(td, column, KD, BT, BK)
-        k0, k1, k2, k3, _, _, _, _, end, before = tile_factors(kt, fj, tile, d0, d1, d2, d3, PAIRS, BT, BK, SAFE, False)
-        ka = kt * a
-        qa = qt * a
-        place = at * (BT * K) + i[:, None] * K + c[None, :]
-        tl.store(kg + place, (ka * before).to(DT), mask=(c < K)[None, :])
-        tl.store(qg + place, (qa * before).to(DT), mask=(c < K)[None, :])
-        tl.store(kd + place, (kt * end).to(DT), mask=(c < K)[None, :])
-        if SCORES:
-            own += tl.sum(qt * kt, 1)
-            kr = beside(k0, k1, k2, k3, BT, BK)
-            C = tl.dot(spread(ka.to(PAIRS), tile, BT, BK), tl.trans(kr), C, input_precision=PRECISION)
-            P = tl.dot(spread(qa.to(PAIRS), tile, BT, BK), tl.trans(kr), P, input_precision=PRECISION)
-    if SCORES:
-        tl.debug_barrier()
-        store_chunk_decay(td, decay + at * K, K, KD, BT, BK)
-    if SCORES:
+        i = tl.arange(0, BT)
         finish_preparation(C, P, own, kk, qq, beta, correction, scores, vectors, o, cu_seqlens, chunk_offsets, slot, hv,
-                           at, row, i, ii, jj, m, scale, T, N, HV, V, BT, BV, PACKED, L2NORM, SIGMOID, FACTOR, INVERSE,
-                           REFINE, PRECISION)  # fmt: skip
+                           at, row, i, i[:, None], i[None, :], i < rows, scale, T, N, HV, V, BT, BV, PACKED, L2NORM,
+                           SIGMOID, FACTOR, INVERSE, REFINE, PRECISION)  # fmt: skip
 
 
 @triton.jit
@@ -278,7 +223,7 @@ def prepare_kernel(
     SCALED: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, SCORES: tl.constexpr,
     SAFE: tl.constexpr, INTERMEDIATES: tl.constexpr, PAIRS: tl.constexpr,
     INVERSE: tl.constexpr, REFINE: tl.constexpr, PRECISION: tl.constexpr, LEVELS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OPERANDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One task per slot and value head, heads fastest: one a program, or with LEVELS ``tasks`` (else None) that they
     walk.
@@ -289,7 +234,7 @@ def prepare_kernel(
     ``[slots, HV, BT / 16, K]``, decay ``[slots, HV, K]`` fp32; o ``[tokens, HV, V]`` and intermediates ``[slots, HV,
     K * V]`` are cleared. SAFE: the gates are bounded. PAIRS, INVERSE: types of the dots that
     meet pairs of tokens, and solve the triangular system. REFINE: beta may pass 1. LEVELS: pairs are met by levels,
-    whatever the bound, and there are no tile_decays."""
+    whatever the bound, and there are no tile_decays. OPERANDS: column blocks are held as operands."""
     follow(OVERLAP)
     pid = tl.program_id(0)
     if LEVELS:
@@ -324,5 +269,5 @@ def prepare_kernel(
         prepare_in_tiles(
             slot, hv, at, q, k, g, beta, A_log, dt_bias, kg, qg, kd, correction, scores, vectors, tile_decays, decay, o,
             cu_seqlens, chunk_indices, chunk_offsets, scale, bound, T, N, NT, H, HV, K, V, BT, BK, BV, PACKED, L2NORM,
-            GATE, SCALED, BIAS, SIGMOID, FACTOR, SCORES, SAFE, PAIRS, INVERSE, REFINE, PRECISION,
+            GATE, SCALED, BIAS, SIGMOID, FACTOR, SCORES, SAFE, PAIRS, INVERSE, REFINE, PRECISION, OPERANDS,
         )  # fmt: skip

@@ -19,7 +19,6 @@ from graphsafe_kernels.delta_rule import make_options
 from graphsafe_kernels.kda import gate, launch, recurrent
 from graphsafe_kernels.kda.configurations import Problem
 from graphsafe_kernels.kda.gate_kernels import gate_backward_kernel, gate_kernel
-from graphsafe_kernels.kda.gradient_kernels import gradients_kernel
 from graphsafe_kernels.kda.prepare_kernels import prepare_kernel
 from graphsafe_kernels.kda.recurrent_kernels import recurrent_kernel
 from graphsafe_kernels.policy import Policy
@@ -124,12 +123,7 @@ def shipped(policy: Policy) -> Iterator[Shipped]:
         (torch.bfloat16, 64, 64, 1, True),
         (torch.bfloat16, 128, 32, 32, True),
     ):
-        for entry in record(policy.kind, dtype, width, chunk_size, sequences, full=full):
-            # two to four loads and stores of local memory too many there, outside the inner products
-            spills = (entry.kernel is prepare_kernel and width == 64) or (
-                entry.kernel is gradients_kernel and not (full and width == 128))  # fmt: skip
-            if policy.kind != "sm_80" or not spills:
-                yield entry
+        yield from record(policy.kind, dtype, width, chunk_size, sequences, full=full)
     # What layers call: beta is a plain sigmoid, and the preparation has no Newton step.
     for entry in record(policy.kind, torch.bfloat16, 128, 64, 1, beta_scale=1.0):
         if entry.kernel is prepare_kernel and entry.constants["SCORES"]:
