@@ -166,7 +166,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[_UNUSED] = getattr(node, "workeroutput", {}).get("graphsafe_unused", [])
+    output: dict[str, Any] | None = getattr(node, "workeroutput", None)
+    if output is not None:  # a worker that died has none
+        node.config.stash[_UNUSED] = output["graphsafe_unused"]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -57,7 +57,9 @@ def gradients_kernel(
 ):  # fmt: skip
     """dq, dk ``[tokens, HV, K]`` (parts unless WHOLE) and dg ``[tokens, HV, K]`` of the raw inputs, from the results of
     ``products_kernel``; scale_sums ``[slots, HV]`` and bias_sums ``[slots, HV, K]`` fp32, the gate parameters' parts.
-    Heads fastest; one slot and head a program, or with LEVELS ``tasks`` that programs walk."""
+    OPERANDS: column blocks are held as operands, and bias_tiles ``[slots, HV, BT / 16, KD]`` fp32 (KD: K in whole
+    blocks) is memory for the parts of bias_sums. Heads fastest; one slot and head a program, or with LEVELS ``tasks``
+    that programs walk."""
     pid = tl.program_id(0)
     if LEVELS:
         BLOCKS: tl.constexpr = (K + BK - 1) // BK
