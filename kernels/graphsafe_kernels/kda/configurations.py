@@ -3,7 +3,7 @@
 Requirements
 ------------
 1. One table; kernels hold no device's numbers. A choice depends on the device and on the bucket's sizes alone.
-2. A column block is 16 wide on purpose: then a warp loads whole tiles of 16 tokens, and sums of gates stay in it.
+2. Preparation and gradients have a warp for each tile of 16 tokens, and column blocks of 16 (``operand_kernels``).
 """
 
 from __future__ import annotations
@@ -66,13 +66,12 @@ class Configuration:
     ``column_block``: columns of K that the preparation and the gradients take at a time, ``product_block``: that the
     products take; ``chain_block``, ``clear_block``: of V; ``save_stages``: of a forward chain that keeps states.
     ``reverse_block``, ``reverse_warps``: of the backward's chains; ``store_block``: columns of K in which they store
-    states. ``pack``: bf16 is rounded to two elements at a time. ``keep_tiles``: a forward leaves its tiles unasked.
-    ``half_inverse``: the triangular system by fp16 dots; ``tiles``: chains load by descriptors; ``safe``: pairs within
-    a tile by the bounded form, ``pairs``: type of the dots that meet pairs. ``levels``: pairs by levels of the whole
-    chunk. ``span``: chunks of a segment; 0: no sequence is cut. ``cores``: a grid has at most this many programs, which
-    walk tasks; 0: a program has one task. ``operands``: preparation and gradients hold column blocks as operands of
-    small products, with a warp for each 16 rows of a chunk (``operand_kernels``), in place of products of whole chunks.
-    ``overlap``: the forward's launches come while what is before them ends.
+    states. ``keep_tiles``: a forward leaves its tiles unasked. ``half_inverse``: the triangular system by
+    fp16 dots; ``tiles``: chains load by descriptors; ``safe``: pairs within a tile by the bounded form, ``pairs``: type
+    of the dots that meet pairs. ``levels``: pairs by levels of the whole chunk. ``span``: chunks of a segment; 0: no
+    sequence is cut. ``cores``: a grid has at most this many programs, which walk tasks; 0: a program has one task.
+    ``overlap``: the forward's launches come while what is before them ends. ``prefetch``: the gradients, and with a
+    bounded gate the preparation, ask early for what they read.
     """
 
     key_block: int
@@ -91,7 +90,6 @@ class Configuration:
     gradient_warps: int
     clear_block: int
     finish_rows: int
-    pack: bool
     keep_tiles: bool
     precision: str
     half_inverse: bool
@@ -101,8 +99,8 @@ class Configuration:
     span: int
     levels: bool
     cores: int
-    operands: bool
     overlap: bool
+    prefetch: bool
 
     def programs(self, tasks: int) -> int:
         """The grid of a kernel with that many tasks."""
@@ -138,8 +136,6 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
     small = wide or key > 128
     # Three stages hide the latency of a single long chain; two let two programs share a multiprocessor.
     stages = 1 if small else 3 if programs <= 264 and tiles else 2
-    # Fewer instructions and barriers on every NVIDIA device. Times were taken on sm_90 alone: it keeps their form.
-    operands = not cores and kind != "sm_90"
     # A bounded gate's factors reach 2^115, beyond fp16; the interpreter has no bf16 dots.
     pairs = dtype
     if problem.safe_gate and dtype == torch.float16 and not cores:  # by levels every factor is at most 1
@@ -157,12 +153,14 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
     if kind == "sm_90" and not wide and product_block == 32:
         product_block = 16  # Triton 3.6 reads past a warpgroup's right operand that is 32 wide and came by registers
     span = 0 if cores else _span(problem.chunks, programs * -(-problem.value_width // chain_block))
+    if few_warps and not span and programs * value <= 32 * MULTIPROCESSORS:
+        chain_block = 32  # a multiprocessor for each chain, whose products are half as wide
     rows = problem.rows + problem.sequences * problem.chunk_size
     tile_bytes = 3 * rows * problem.value_heads * problem.key_width * dtype.itemsize
     return Configuration(
         key_block=key,
         chain_block=chain_block,
-        chain_warps=4 if few_warps and chain_block == narrow else 8,
+        chain_warps=4 if few_warps and chain_block <= narrow else 8,
         chain_stages=stages,
         save_stages=min(stages, 2),  # three would need more shared memory than there is
         reverse_block=reverse_block,
@@ -170,13 +168,12 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         reverse_stages=3 if deep and not span else min(stages, 2),
         store_block=32 if deep and not span else key,
         column_block=32 if cores else 16,
-        prepare_warps=problem.chunk_size // 16 if operands else 4,
+        prepare_warps=4 if cores else problem.chunk_size // 16,
         product_block=product_block,
         product_warps=4 if tiles else 8,
-        gradient_warps=problem.chunk_size // 16 if operands else 4 if kind == "sm_90" else 8,
+        gradient_warps=8 if cores else problem.chunk_size // 16,
         clear_block=min(value, 128),
         finish_rows=16,
-        pack=kind in ("sm_90", "sm_100"),  # elsewhere it takes registers that there are not
         keep_tiles=tile_bytes <= KEPT_BYTES,
         precision="tf32x3" if kind.startswith("sm_") else "ieee",
         half_inverse=not wide and not cores and problem.qk_l2norm,
@@ -186,6 +183,6 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         span=span,
         levels=cores > 0,
         cores=cores,
-        operands=operands,
         overlap=kind in ("sm_90", "sm_100") and AVAILABLE,
+        prefetch=kind.startswith("sm_"),
     )

@@ -32,7 +32,6 @@ import triton.language as tl
 from graphsafe_kernels.delta.row_kernels import clear_rows, locate_slot, padding_rows, padding_share
 from graphsafe_kernels.kda.level_kernels import gradients_by_levels
 from graphsafe_kernels.kda.operand_gradient_kernels import gradients_operands
-from graphsafe_kernels.kda.spread_gradient_kernels import gradients_spread
 
 
 @triton.jit
@@ -48,18 +47,17 @@ def clear_gradients(first, end, hv, dq, dk, dg, HV: tl.constexpr, K: tl.constexp
 
 @triton.jit(do_not_specialize=["bound", "T", "N", "NT", "tasks"])
 def gradients_kernel(
-    q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg, scale_sums,
+    q, k, g, A_log, dt_bias, vectors, tile_decays, pairs, own, products, inner, dq, dk, dg, scale_sums,
     bias_sums, bias_tiles, row_sums, cu_seqlens, chunk_indices, chunk_offsets, tasks, bound, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    SAFE: tl.constexpr, PAIRS: tl.constexpr, PACK: tl.constexpr, LEVELS: tl.constexpr, OPERANDS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SAFE: tl.constexpr, PAIRS: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """dq, dk ``[tokens, HV, K]`` (parts unless WHOLE) and dg ``[tokens, HV, K]`` of the raw inputs, from the results of
     ``products_kernel``; scale_sums ``[slots, HV]`` and bias_sums ``[slots, HV, K]`` fp32, the gate parameters' parts.
-    OPERANDS: column blocks are held as operands, and bias_tiles ``[slots, HV, BT / 16, KD]`` fp32 (KD: K in whole
-    blocks) is memory for the parts of bias_sums. Heads fastest; one slot and head a program, or with LEVELS ``tasks``
-    that programs walk."""
+    bias_tiles ``[slots, HV, BT / 16, KD]`` fp32 (KD: K in whole blocks) is memory for the parts of bias_sums, which
+    LEVELS do without. Heads fastest; one slot and head a program, or with LEVELS ``tasks`` that programs walk."""
     pid = tl.program_id(0)
     if LEVELS:
         BLOCKS: tl.constexpr = (K + BK - 1) // BK
@@ -75,7 +73,7 @@ def gradients_kernel(
             if live:
                 row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
                 gradients_by_levels(
-                    column, q, k, g, A_log, dt_bias, vectors, decay, pairs, own, products, inner, dq, dk, dg,
+                    column, q, k, g, A_log, dt_bias, vectors, pairs, own, products, inner, dq, dk, dg,
                     row_sums + (at * BLOCKS + column // BK) * (3 * BT), bias_sums, row, rows, hv // (HV // H), hv, at,
                     bound, H, HV, K, BT, BK, L2NORM, GATE, SCALED, BIAS, PRECISION,
                 )  # fmt: skip
@@ -96,18 +94,11 @@ def gradients_kernel(
                 clear_gradients(first, end, hv, dq, dk, dg, HV, K, BT, BK, WHOLE)
                 return
         row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
-        if OPERANDS:
-            gradients_operands(
-                hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg,
-                scale_sums, bias_sums, bias_tiles, row, rows, bound, H, HV, K, BT, BK, L2NORM, GATE, SCALED, BIAS, SAFE,
-                PAIRS, PRECISION,
-            )  # fmt: skip
-        else:
-            gradients_spread(
-                hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg,
-                scale_sums, bias_sums, row, rows, bound, H, HV, K, BT, BK, L2NORM, GATE, SCALED, BIAS, SAFE, PAIRS,
-                PACK, PRECISION,
-            )  # fmt: skip
+        gradients_operands(
+            hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, pairs, own, products, inner, dq, dk, dg,
+            scale_sums, bias_sums, bias_tiles, row, rows, bound, H, HV, K, BT, BK, L2NORM, GATE, SCALED, BIAS, SAFE,
+            PAIRS, PRECISION, PREFETCH,
+        )  # fmt: skip
         if PACKED:
             first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)
             if first < end:

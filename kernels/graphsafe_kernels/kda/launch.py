@@ -158,7 +158,7 @@ def _prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, sta
         **_beta(problem), "SCORES": scores, "INTERMEDIATES": intermediates is not None,
         "INVERSE": tl.float16 if c.half_inverse else tl.float32,
         "REFINE": c.half_inverse and problem.beta_scale != 1.0, "LEVELS": c.levels,
-        "OPERANDS": c.operands, "OVERLAP": c.overlap,
+        "OVERLAP": c.overlap, "PREFETCH": c.prefetch and c.safe and scores,
     }  # fmt: skip
     start(
         prepare_kernel, c.programs(slots * hv),
@@ -327,8 +327,8 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
     inner = x.q.new_empty((slots, hv, kw), dtype=torch.float32)
     start(
         products_kernel, c.programs(slots * hv),
-        (x.v, o, do, dv, kept.vectors, kept.states, dstates, kept.residuals, pairs, own, products, inner, dbeta, *index,
-         slots * hv if c.cores else None, problem.scale, *layout),
+        (x.v, o, do, dv, kept.vectors, kept.decay, kept.states, dstates, kept.residuals, pairs, own, products, inner,
+         dbeta, *index, slots * hv if c.cores else None, problem.scale, *layout),
         {**sizes, "V": problem.value_width, "BK": c.product_block, "BV": c.clear_block, **_beta(problem),
          "L2NORM": problem.qk_l2norm and not c.cores, "PRECISION": c.precision, "LOOP": c.cores > 0},
         warps=c.product_warps,
@@ -339,18 +339,18 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
     dA_log, ddt_bias = (None if t is None else torch.empty_like(t) for t in (x.A_log, x.dt_bias))
     scale_sums = None if dA_log is None else x.q.new_empty((slots, hv), dtype=torch.float32)
     bias_sums = None if ddt_bias is None else x.q.new_empty((slots, hv, kw), dtype=torch.float32)
-    bias_tiles = torch.empty_like(kept.tile_decays) if c.operands and ddt_bias is not None else None
+    bias_tiles = torch.empty_like(kept.tile_decays) if ddt_bias is not None and not c.levels else None
     row_sums, blocks = None, 1
     if c.levels:
         blocks = triton.cdiv(kw, c.column_block)
         row_sums = x.q.new_empty((slots, hv, blocks, 3, bt), dtype=torch.float32)
     start(
         gradients_kernel, c.programs(slots * hv * blocks),
-        (x.q, x.k, x.g, x.A_log, x.dt_bias, kept.vectors, kept.tile_decays, kept.decay, pairs, own, products, inner,
+        (x.q, x.k, x.g, x.A_log, x.dt_bias, kept.vectors, kept.tile_decays, pairs, own, products, inner,
          *parts, dg, scale_sums, bias_sums, bias_tiles, row_sums, *index, slots * hv * blocks if c.levels else None,
          problem.lower_bound, *layout),
-        {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, "PACK": c.pack, "LEVELS": c.levels,
-         "OPERANDS": c.operands, **_gate(problem, x, c)},
+        {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, "LEVELS": c.levels,
+         "PREFETCH": c.prefetch, **_gate(problem, x, c)},
         warps=c.gradient_warps,
     )  # fmt: skip
     if row_sums is not None and (problem.qk_l2norm or dA_log is not None):

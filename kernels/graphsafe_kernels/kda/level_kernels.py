@@ -91,7 +91,7 @@ def chunk_by_levels(
 
 @triton.jit
 def gradients_by_levels(
-    column, q, k, g, A_log, dt_bias, vectors, decay, pairs, own, products, inner, dq, dk, dg, row_sums, bias_sums, row,
+    column, q, k, g, A_log, dt_bias, vectors, pairs, own, products, inner, dq, dk, dg, row_sums, bias_sums, row,
     rows, hq, hv, at, bound, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -148,7 +148,6 @@ def gradients_by_levels(
     dx = tl.dot(tl.where(jj < ii, 1.0, 0.0), behind, input_precision="ieee")
     dx = tl.dot(tl.where(jj >= ii, 1.0, 0.0), ahead, dx, input_precision="ieee")
     whole = tl.load(inner + at * K + c, mask=c < K, other=0.0)
-    whole *= tl.load(decay + at * K + c, mask=c < K, other=0.0)
     dx += whole[None, :]
     if GATE:
         z = load_rows(g + hv * K, row, rows, column, K, HV * K, BT, BK).to(tl.float32)

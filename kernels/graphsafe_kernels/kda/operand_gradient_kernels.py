@@ -3,21 +3,21 @@
 With Z, Y as in ``product_kernels``, pairs within tiles counted by the bounded form, and per tile I or J:
 
     rows      a_i sum_j Z_ij kr_j,  kr of the tile that i is in        (and Y)
-    columns   fj_j sum_i (Z_ij qs_i + Y_ij ks_i),  qs = q^ a s and ks = k^ a s of the tile that j is in
+    columns   sum_I r_j sum_{i in I} (Z_ij qa_i + Y_ij ka_i),  r of the tile that i is in
 
-so each is one batch of products of tiles, and both right operands of the columns pass through shared memory at once.
+so rows are one batch of products of tiles; columns are one of pairs of tiles (I, J), whose results each thread weighs.
 
 Requirements
 ------------
-1. A pair that both ends of a sum of the gate's gradient hold enters it twice with opposite signs. Within a tile both
-   uses are products of the same rounded numbers; across tiles either side carries the decay between them, so they
-   cancel to half precision: of dg's error that is less than the rounding of Z itself.
+1. A pair that both ends of a sum of the gate's gradient hold enters it twice with opposite signs: as products of the
+   same rounded numbers (Z, Y, qa, ka and kr), so that they cancel to fp32's rounding.
 2. The diagonal pairs, which no gate touches, stay out of the gate's gradient.
 """
 
 import triton
 import triton.language as tl
 
+from graphsafe_kernels.delta.prefetch_kernels import prefetch_rows, prefetch_span
 from graphsafe_kernels.kda.decay_kernels import TILE, part_level
 from graphsafe_kernels.kda.gate_kernels import gate_factor, gate_gradient, load_bias, log_decay
 from graphsafe_kernels.kda.operand_kernels import (
@@ -26,19 +26,22 @@ from graphsafe_kernels.kda.operand_kernels import (
     column_factors,
     columns_inside,
     from_operand,
+    from_tile_operands,
     from_tiles,
     load_decays,
     operand_rows,
     over_tiles,
     quad_sums,
     right_operand,
-    right_operands,
-    row_factors,
     row_order,
     row_sums,
     running_sums,
+    side_by_side,
+    start_factor,
     store_sums,
     sums_over_chunk,
+    tile_operands,
+    weighed,
 )
 from graphsafe_kernels.kda.prepare_kernels import VECTORS
 
@@ -56,10 +59,10 @@ def load_block(kp, qp, gp, dt_bias, hv, column, live, H: tl.constexpr, HV: tl.co
 
 @triton.jit
 def gradients_operands(
-    hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, decay, pairs, own, products, inner, dq, dk, dg, scale_sums,
+    hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, pairs, own, products, inner, dq, dk, dg, scale_sums,
     bias_sums, bias_tiles, row, rows, bound, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
     BK: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    SAFE: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr,
+    SAFE: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One live slot and value head."""
     hq = hv // (HV // H)
@@ -74,6 +77,12 @@ def gradients_operands(
     tile = tl.arange(0, TILES)[None, :, None, None]
     KD: tl.constexpr = (K + BK - 1) // BK * BK
     tdp = tile_decays + at * (TILES * KD)
+    prefetch_span(tdp, TILES * KD, PREFETCH)
+    prefetch_rows(g + (row * HV + hv) * K, rows, HV * K, K, BT, PREFETCH)
+    prefetch_rows(k + (row * H + hq) * K, rows, H * K, K, BT, PREFETCH)
+    prefetch_rows(q + (row * H + hq) * K, rows, H * K, K, BT, PREFETCH)
+    prefetch_span(products + at * (3 * BT * K), 3 * BT * K, PREFETCH)
+    prefetch_span(inner + at * K, K, PREFETCH)
     if GATE and BIAS:
         tbp = bias_tiles + at * (TILES * KD)
     pair = pairs + at * (2 * BT * BT) + i[:, None] * BT + i[None, :]
@@ -83,13 +92,16 @@ def gradients_operands(
     turned_pair = pairs + at * (2 * BT * BT) + (t + r[None, None, :]) * BT + t + r[None, :, None]
     scales = tl.zeros([8, TILES, 2, BK // 4], tl.float32)
     diagonal = tl.load(own + at * (3 * BT) + place)
-    Z = tl.load(pair)
-    Y = tl.load(pair + BT * BT)
+    # By pairs of tiles (I, J), J fastest, and once more by tiles I: laid out in shared memory without conflicts.
+    Z = tl.trans(tl.load(pair))
+    Y = tl.trans(tl.load(pair + BT * BT))
     second = tl.arange(0, 2)[None, :, None] == 1
-    turned = tl.where(second, tl.reshape(tl.trans(Y), [BT, 1, BT]), tl.reshape(tl.trans(Z), [BT, 1, BT]))
-    turned = tl.reshape(turned, [TILES, TILE, 2 * BT])
-    Z = tl.reshape(Z, [TILES, TILE, BT])
-    Y = tl.reshape(Y, [TILES, TILE, BT])
+    turned = tl.where(second, tl.reshape(Y, [BT, 1, BT]), tl.reshape(Z, [BT, 1, BT]))
+    turned = tl.permute(tl.reshape(turned, [TILES, TILE, 2, TILES, TILE]), [3, 0, 1, 2, 4])
+    turned = tl.reshape(turned, [TILES * TILES, TILE, 2 * TILE])
+    whole_pair = pairs + at * (2 * BT * BT) + (t + r[None, :, None]) * BT + tl.arange(0, BT)[None, None, :]
+    Z = tl.load(whole_pair)
+    Y = tl.load(whole_pair + BT * BT)
     kp = operand_rows(k + hq * K + row * (H * K), H * K, BT, BK)
     qp = operand_rows(q + hq * K + row * (H * K), H * K, BT, BK)
     gp = operand_rows(g + hv * K + row * (HV * K), HV * K, BT, BK)
@@ -107,7 +119,6 @@ def gradients_operands(
         all_rows = (place >= 0) & held
         tq = tl.load(both_halves(pp, K), mask=all_rows, other=0.0)
         tk = tl.load(both_halves(pp + BT * K, K), mask=all_rows, other=0.0)
-        td = tl.load(both_halves(pp + 2 * BT * K, K), mask=all_rows, other=0.0)
         kh = k_next.to(tl.float32) * rk
         qh = q_next.to(tl.float32) * rq
         z = g_next.to(tl.float32) + bias_next[None, None, None, :]
@@ -125,27 +136,27 @@ def gradients_operands(
         else:
             whole = tl.sum(tl.sum(x, 2), 0)
             fj = tl.exp2(whole[None, :, None, :] - y)
-        s0, s1, s2, s3, before = row_factors(tile, d0, d1, d2, TILES, SAFE)
         r0, r1, r2, r3, end = column_factors(tile, d0, d1, d2, d3, TILES, SAFE)
-        kf = kh * fj
         ka = kh * a
         qa = qh * a
-        kr = right_operand((kf * r0).to(PAIRS), (kf * r1).to(PAIRS), (kf * r2).to(PAIRS), (kf * r3).to(PAIRS), BT, BK)
-        xs = right_operands((qa * s0).to(PAIRS), (qa * s1).to(PAIRS), (qa * s2).to(PAIRS), (qa * s3).to(PAIRS),
-                            (ka * s0).to(PAIRS), (ka * s1).to(PAIRS), (ka * s2).to(PAIRS), (ka * s3).to(PAIRS), BT,
-                            BK)  # fmt: skip
-        kr = tl.permute(kr, [0, 2, 1])
-        az = from_operand(tl.dot(Z, kr, input_precision=PRECISION), BT, BK)
-        ay = from_operand(tl.dot(Y, kr, input_precision=PRECISION), BT, BK)
-        ac = from_operand(tl.dot(turned, tl.permute(xs, [0, 2, 1]), input_precision=PRECISION), BT, BK)
-        grown = a * before
+        kf = kh * fj
+        kr = side_by_side((kf * r0).to(PAIRS), (kf * r1).to(PAIRS), (kf * r2).to(PAIRS), (kf * r3).to(PAIRS), BT, BK)
+        qr = qa.to(PAIRS)
+        kar = ka.to(PAIRS)
+        right = tl.permute(right_operand(kr, BT, BK), [0, 2, 1])
+        az = from_operand(tl.dot(Z, right, input_precision=PRECISION), BT, BK)
+        ay = from_operand(tl.dot(Y, right, input_precision=PRECISION), BT, BK)
+        right = tl.permute(tile_operands(qr, kar, BT, BK), [0, 2, 1])
+        ac = from_tile_operands(tl.dot(turned, right, input_precision=PRECISION), BT, BK)
+        grown = a * start_factor(tile, d0, d1, d2, TILES)
         sq = tq.to(tl.float32) * grown
         sk = tk.to(tl.float32) * grown
+        td = tl.load(both_halves(pp + 2 * BT * K, K), mask=all_rows, other=0.0)
         sd = td.to(tl.float32) * (fj * end)
         dqh = a * az + sq + diagonal * kh
-        dkh = a * ay + sk + sd + diagonal * qh + fj * ac
-        ahead = qa.to(PAIRS).to(tl.float32) * az + qh * sq + ka.to(PAIRS).to(tl.float32) * ay + kh * sk
-        ahead -= kf.to(PAIRS).to(tl.float32) * ac
+        dkh = a * ay + sk + sd + diagonal * qh + fj * weighed(ac, r0, r1, r2, r3, BT, BK)
+        ahead = qr.to(tl.float32) * az + qh * sq + kar.to(tl.float32) * ay + kh * sk
+        ahead -= tl.reshape(tl.sum(kr.to(tl.float32) * ac, 3), [8, TILES, 2, BK])
         if not SAFE:
             # last of all: these products need the most registers
             y3 = as_tiles(y, BT, BK)
@@ -168,7 +179,6 @@ def gradients_operands(
         tl.store(both_halves(dkp, HV * K), dkh.to(dk.dtype.element_ty), mask=inside)
         dx = sums_over_chunk(ahead, kh * sd, BT)
         whole = tl.load(inner + at * K + c, mask=c < K, other=0.0)
-        whole *= tl.load(decay + at * K + c, mask=c < K, other=0.0)
         dx += whole[None, None, None, :]
         if GATE:
             dx, dA = gate_gradient(z, dx, factor, bound, GATE)

@@ -15,8 +15,8 @@ Requirements
 3. Numbers of tiles, ``[BT / 16, KD]`` with KD whole column blocks, pass from tile to tile through memory: one lane of a
    warp writes them, all read them behind a barrier of the program, which the caller sets.
 
-As rows of pairs that end in tile I (``column_factors``), or as columns of pairs that begin in tile J (``row_factors``,
-for the gradients), a token's own factor is multiplied by one number a channel: a product of whole tiles' decays.
+For pairs that end in tile I (``column_factors``) a token's own factor is multiplied by one number a channel: a product
+of whole tiles' decays.
 """
 
 # ruff: noqa: SIM108  (compile-time conditions choose what is compiled)
@@ -103,36 +103,59 @@ def from_tiles(x, BT: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def right_operand(x0, x1, x2, x3, BT: tl.constexpr, BK: tl.constexpr):
-    """``[BT / 16, BK, BT]``, columns as of :func:`operand`, of one column block for each tile of a chunk; those past
-    the last are ignored."""
-    # Halves and columns as one axis, and the tiles behind it: the order in which shared memory is laid out.
+def side_by_side(x0, x1, x2, x3, BT: tl.constexpr, BK: tl.constexpr):
+    """``[8, BT / 16, 2 BK, BT / 16]``: one column block, halves and columns as one axis, for each tile of a chunk;
+    those past the last are ignored."""
+    # The tiles are the last axis: the order in which shared memory is laid out.
     NT: tl.constexpr = BT // TILE
     index = tl.arange(0, NT)[None, None, None, :]
     x = tl.where(index == 0, tl.reshape(x0, [8, NT, 2 * BK, 1]), tl.reshape(x1, [8, NT, 2 * BK, 1]))
     if NT == 4:
         x = tl.where(index == 2, tl.reshape(x2, [8, NT, 2 * BK, 1]), x)
         x = tl.where(index == 3, tl.reshape(x3, [8, NT, 2 * BK, 1]), x)
+    return x
+
+
+@triton.jit
+def right_operand(x, BT: tl.constexpr, BK: tl.constexpr):
+    """x of :func:`side_by_side` as right operands ``[BT / 16, BK, BT]`` of every tile, columns as of
+    :func:`operand`."""
+    NT: tl.constexpr = BT // TILE
     x = tl.permute(tl.reshape(x, [8, NT, 2, BK // 16, 4, 2, 2, NT]), [7, 3, 5, 4, 6, 1, 2, 0])
     return tl.reshape(x, [NT, BK, BT])
 
 
 @triton.jit
-def right_operands(x0, x1, x2, x3, y0, y1, y2, y3, BT: tl.constexpr, BK: tl.constexpr):
-    """``[BT / 16, BK, 2 BT]``: :func:`right_operand` of x and then of y, through shared memory at once."""
+def tile_operands(x, y, BT: tl.constexpr, BK: tl.constexpr):
+    """``[BT / 16 * BT / 16, BK, 32]``: the rows of tile I of x and then of y for each pair of tiles (I, J), J fastest,
+    columns as of :func:`operand`: a right operand of every J."""
     NT: tl.constexpr = BT // TILE
-    index = tl.arange(0, NT)[None, None, None, :, None]
     second = tl.arange(0, 2)[None, None, None, None, :] == 1
-    x = tl.where(second, tl.reshape(y0, [8, NT, 2 * BK, 1, 1]), tl.reshape(x0, [8, NT, 2 * BK, 1, 1]))
-    z = tl.where(second, tl.reshape(y1, [8, NT, 2 * BK, 1, 1]), tl.reshape(x1, [8, NT, 2 * BK, 1, 1]))
-    x = tl.where(index == 0, x, z)
+    x = tl.where(second, tl.reshape(y, [8, NT, 2 * BK, 1, 1]), tl.reshape(x, [8, NT, 2 * BK, 1, 1]))
+    x = tl.broadcast_to(x, [8, NT, 2 * BK, NT, 2])
+    x = tl.permute(tl.reshape(x, [8, NT, 2, BK // 16, 4, 2, 2, NT, 2]), [1, 7, 3, 5, 4, 6, 8, 2, 0])
+    return tl.reshape(x, [NT * NT, BK, 2 * TILE])
+
+
+@triton.jit
+def from_tile_operands(x, BT: tl.constexpr, BK: tl.constexpr):
+    """A product ``[BT / 16 * BT / 16, 16, BK]`` of pairs of tiles (I, J), rows of J, as of :func:`side_by_side`: the
+    rows of each J, and I the last axis."""
+    NT: tl.constexpr = BT // TILE
+    x = tl.reshape(x, [NT, NT, 2, 8, BK // 16, 2, 4, 2])
+    return tl.reshape(tl.permute(x, [3, 1, 2, 4, 6, 5, 7, 0]), [8, NT, 2 * BK, NT])
+
+
+@triton.jit
+def weighed(x, w0, w1, w2, w3, BT: tl.constexpr, BK: tl.constexpr):
+    """The sum over the last axis of x of :func:`side_by_side`, of each tile times its w ``[8, BT / 16, 1, BK]``."""
+    NT: tl.constexpr = BT // TILE
+    index = tl.arange(0, NT)[None, None, None, None, :]
+    w = tl.where(index == 0, w0[:, :, :, :, None], w1[:, :, :, :, None])
     if NT == 4:
-        z = tl.where(second, tl.reshape(y2, [8, NT, 2 * BK, 1, 1]), tl.reshape(x2, [8, NT, 2 * BK, 1, 1]))
-        x = tl.where(index == 2, z, x)
-        z = tl.where(second, tl.reshape(y3, [8, NT, 2 * BK, 1, 1]), tl.reshape(x3, [8, NT, 2 * BK, 1, 1]))
-        x = tl.where(index == 3, z, x)
-    x = tl.permute(tl.reshape(x, [8, NT, 2, BK // 16, 4, 2, 2, NT, 2]), [7, 3, 5, 4, 6, 8, 1, 2, 0])
-    return tl.reshape(x, [NT, BK, 2 * BT])
+        w = tl.where(index == 2, w2[:, :, :, :, None], w)
+        w = tl.where(index == 3, w3[:, :, :, :, None], w)
+    return tl.sum(tl.reshape(x, [8, NT, 2, BK, NT]) * w, 4)
 
 
 @triton.jit
@@ -194,10 +217,11 @@ def store_sums(x, tiles, column, KD: tl.constexpr, BT: tl.constexpr, BK: tl.cons
 
 @triton.jit
 def load_decay(tile_decays, index, column, KD: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
-    """The decay of a tile of a chunk for each tile, ``[8, BT / 16, 1, BK]``."""
+    """The decay of a tile of a chunk for each tile, ``[8, BT / 16, 1, BK]``; from KD up there is none."""
     # A pointer a row, all the same, so that a thread loads its channels together.
     c = column + quads(BK)[None, None, :]
-    return tl.load(tile_decays + index * KD + tl.zeros([8, BT // TILE, 1], tl.int32) + c)[:, :, None, :]
+    place = tile_decays + index * KD + tl.zeros([8, BT // TILE, 1], tl.int32) + c
+    return tl.load(place, mask=column < KD, other=0.0)[:, :, None, :]
 
 
 @triton.jit
@@ -252,18 +276,10 @@ def column_factors(tile, d0, d1, d2, d3, NT: tl.constexpr, SAFE: tl.constexpr):
 
 
 @triton.jit
-def row_factors(tile, d0, d1, d2, NT: tl.constexpr, SAFE: tl.constexpr):
-    """What a row's a takes for pairs whose columns lie in each of four tiles, and from the chunk's start."""
-    if SAFE:
-        s3 = tl.where(tile == 3, 1.0, 0.0)
-        s2 = tl.where(tile == 2, 1.0, s3 * d2)
-        s1 = tl.where(tile == 1, 1.0, s2 * d1)
-        s0 = tl.where(tile == 0, 1.0, s1 * d0)
-        before = s0
-    else:
-        s3 = tl.where(tile < 0, 1.0, 0.0)
-        s2 = tl.where(tile == 3, 1.0, 0.0)
-        s1 = tl.where(tile == 2, 1.0, s2 * d2)
-        s0 = tl.where(tile == 1, 1.0, s1 * d1)
-        before = tl.where(tile == 0, 1.0, s0 * d0)
-    return s0, s1, s2, s3, before
+def start_factor(tile, d0, d1, d2, NT: tl.constexpr):
+    """The decay from the chunk's start to each tile."""
+    before = tl.where(tile > 0, d0, 1.0)
+    if NT == 4:
+        before *= tl.where(tile > 1, d1, 1.0)
+        before *= tl.where(tile > 2, d2, 1.0)
+    return before

@@ -22,19 +22,11 @@ from graphsafe_kernels.kda.operand_kernels import (
     row_order,
     row_sums,
     running_sums,
+    side_by_side,
+    start_factor,
     store_decays,
     store_operand,
 )
-
-
-@triton.jit
-def start_factor(tile, d0, d1, d2, NT: tl.constexpr):
-    """The decay from the chunk's start to each tile."""
-    before = tl.where(tile > 0, d0, 1.0)
-    if NT == 4:
-        before *= tl.where(tile > 1, d1, 1.0)
-        before *= tl.where(tile > 2, d2, 1.0)
-    return before
 
 
 @triton.jit
@@ -63,19 +55,19 @@ def prepare_operands(
     kdp = operand_rows(kd + at * (BT * K), K, BT, BK)
     inside = live & columns_inside(0, K, BK)
     z = tl.load(both_halves(gp, HV * K), mask=inside, other=0.0).to(tl.float32)
+    k_next = tl.load(both_halves(kp, H * K), mask=inside, other=0.0)
+    q_next = tl.load(both_halves(qp, H * K), mask=inside, other=0.0)
+    g_next = tl.load(both_halves(gp + BK, HV * K), mask=live & columns_inside(BK, K, BK), other=0.0)
+    bias_next = load_bias(dt_bias, hv, BK, K, BK, BIAS)
     z += load_bias(dt_bias, hv, 0, K, BK, BIAS)[None, None, None, :]
     x = tl.where(inside, log_decay(z, factor, bound, GATE), 0.0)
     y_next = running_sums(x)
     if SCORES:
         store_decays(y_next, td, 0, KD, BT, BK)
-    k_next = tl.load(both_halves(kp, H * K), mask=inside, other=0.0)
-    q_next = tl.load(both_halves(qp, H * K), mask=inside, other=0.0)
-    g_next = tl.load(both_halves(gp + BK, HV * K), mask=live & columns_inside(BK, K, BK), other=0.0)
-    bias_next = load_bias(dt_bias, hv, BK, K, BK, BIAS)
+    if SCORES:
+        tl.debug_barrier()  # the tiles' decays are read by threads that did not write them
+    d0, d1, d2, d3 = load_decays(td, 0, KD, BT, BK)
     for column in tl.range(0, K, BK):
-        if SCORES:
-            tl.debug_barrier()  # the tiles' decays are read by threads that did not write them
-        d0, d1, d2, d3 = load_decays(td, column, KD, BT, BK)
         kt = k_next.to(tl.float32)
         qt = q_next.to(tl.float32)
         y = y_next
@@ -104,12 +96,15 @@ def prepare_operands(
         kf = kt * fj
         ka = kt * a
         qa = qt * a
+        before = start_factor(tile, d0, d1, d2, NT)
         if SCORES:
-            kr = right_operand((kf * r0).to(PAIRS), (kf * r1).to(PAIRS), (kf * r2).to(PAIRS), (kf * r3).to(PAIRS), BT,
-                               BK)  # fmt: skip
+            tl.debug_barrier()  # of the next decays
+            kr = side_by_side((kf * r0).to(PAIRS), (kf * r1).to(PAIRS), (kf * r2).to(PAIRS), (kf * r3).to(PAIRS), BT,
+                              BK)  # fmt: skip
+            kr = right_operand(kr, BT, BK)
             C = tl.dot(operand(ka.to(PAIRS), BT, BK), kr, C, input_precision=PRECISION)
             P = tl.dot(operand(qa.to(PAIRS), BT, BK), kr, P, input_precision=PRECISION)
-        before = start_factor(tile, d0, d1, d2, NT)
+        d0, d1, d2, d3 = load_decays(td, column + BK, KD, BT, BK)
         store_operand(kgp, ka * before, column, K, K, BK)
         store_operand(qgp, qa * before, column, K, K, BK)
         store_operand(kdp, kf * end, column, K, K, BK)

@@ -24,12 +24,12 @@ import triton.language as tl
 from graphsafe_kernels.delta.gate_kernels import activated_beta
 from graphsafe_kernels.delta.inverse_kernels import correction_tile, refine_tile
 from graphsafe_kernels.delta.overlap_kernels import follow
+from graphsafe_kernels.delta.prefetch_kernels import prefetch_rows
 from graphsafe_kernels.delta.row_kernels import clear_rows, load_rows, locate_slot, padding_rows
 from graphsafe_kernels.kda.decay_kernels import TILE, in_tiles, level_factors, level_pairs, tile_sums
 from graphsafe_kernels.kda.gate_kernels import gate_factor, load_bias, log_decay
 from graphsafe_kernels.kda.level_kernels import VECTORS, chunk_by_levels
 from graphsafe_kernels.kda.operand_prepare_kernels import prepare_operands
-from graphsafe_kernels.kda.spread_prepare_kernels import prepare_spread
 
 
 @triton.jit
@@ -144,11 +144,14 @@ def prepare_in_tiles(
     BV: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, SCORES: tl.constexpr,
     SAFE: tl.constexpr, PAIRS: tl.constexpr, INVERSE: tl.constexpr, REFINE: tl.constexpr, PRECISION: tl.constexpr,
-    OPERANDS: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One live slot and value head, pairs met by tiles of 16 tokens (``decay_kernels``)."""
     row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
     hq = hv // (HV // H)
+    prefetch_rows(g + (row * HV + hv) * K, rows, HV * K, K, BT, PREFETCH)
+    prefetch_rows(k + (row * H + hq) * K, rows, H * K, K, BT, PREFETCH)
+    prefetch_rows(q + (row * H + hq) * K, rows, H * K, K, BT, PREFETCH)
     factor = gate_factor(A_log, hv, SCALED)
     C = tl.zeros([BT, BT], tl.float32)
     P = tl.zeros([BT, BT], tl.float32)
@@ -158,16 +161,10 @@ def prepare_in_tiles(
                                   PRECISION)  # fmt: skip
     KD: tl.constexpr = (K + BK - 1) // BK * BK
     td = tile_decays + at * (BT // TILE * KD)
-    if OPERANDS:
-        C, P, own, kk, qq = prepare_operands(
-            C, P, q, k, g, dt_bias, kg, qg, kd, td, decay, row, rows, at, hq, hv, factor, bound, H, HV, K, BT, BK,
-            L2NORM, GATE, BIAS, SCORES, SAFE, PAIRS, PRECISION,
-        )  # fmt: skip
-    else:
-        C, P, own, kk, qq = prepare_spread(
-            C, P, q, k, g, dt_bias, kg, qg, kd, td, decay, row, rows, at, hq, hv, factor, bound, H, HV, K, BT, BK,
-            L2NORM, GATE, BIAS, SCORES, SAFE, PAIRS, PRECISION,
-        )  # fmt: skip
+    C, P, own, kk, qq = prepare_operands(
+        C, P, q, k, g, dt_bias, kg, qg, kd, td, decay, row, rows, at, hq, hv, factor, bound, H, HV, K, BT, BK, L2NORM,
+        GATE, BIAS, SCORES, SAFE, PAIRS, PRECISION,
+    )  # fmt: skip
     if SCORES:
         i = tl.arange(0, BT)
         finish_preparation(C, P, own, kk, qq, beta, correction, scores, vectors, o, cu_seqlens, chunk_offsets, slot, hv,
@@ -223,7 +220,7 @@ def prepare_kernel(
     SCALED: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, SCORES: tl.constexpr,
     SAFE: tl.constexpr, INTERMEDIATES: tl.constexpr, PAIRS: tl.constexpr,
     INVERSE: tl.constexpr, REFINE: tl.constexpr, PRECISION: tl.constexpr, LEVELS: tl.constexpr,
-    OPERANDS: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One task per slot and value head, heads fastest: one a program, or with LEVELS ``tasks`` (else None) that they
     walk.
@@ -234,7 +231,7 @@ def prepare_kernel(
     ``[slots, HV, BT / 16, K]``, decay ``[slots, HV, K]`` fp32; o ``[tokens, HV, V]`` and intermediates ``[slots, HV,
     K * V]`` are cleared. SAFE: the gates are bounded. PAIRS, INVERSE: types of the dots that
     meet pairs of tokens, and solve the triangular system. REFINE: beta may pass 1. LEVELS: pairs are met by levels,
-    whatever the bound, and there are no tile_decays. OPERANDS: column blocks are held as operands."""
+    whatever the bound, and there are no tile_decays."""
     follow(OVERLAP)
     pid = tl.program_id(0)
     if LEVELS:
@@ -269,5 +266,5 @@ def prepare_kernel(
         prepare_in_tiles(
             slot, hv, at, q, k, g, beta, A_log, dt_bias, kg, qg, kd, correction, scores, vectors, tile_decays, decay, o,
             cu_seqlens, chunk_indices, chunk_offsets, scale, bound, T, N, NT, H, HV, K, V, BT, BK, BV, PACKED, L2NORM,
-            GATE, SCALED, BIAS, SIGMOID, FACTOR, SCORES, SAFE, PAIRS, INVERSE, REFINE, PRECISION, OPERANDS,
+            GATE, SCALED, BIAS, SIGMOID, FACTOR, SCORES, SAFE, PAIRS, INVERSE, REFINE, PRECISION, PREFETCH,
         )  # fmt: skip

@@ -51,7 +51,7 @@ def clear_products(
 
 @triton.jit
 def products_of(
-    slot, hv, at, v, o, do, dv, vectors, states, dstates, residuals, pairs, own, products, inner, dbeta,
+    slot, hv, at, v, o, do, dv, vectors, decay, states, dstates, residuals, pairs, own, products, inner, dbeta,
     cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr,
@@ -105,6 +105,7 @@ def products_of(
         tk = tl.zeros([BT, BK], tl.float32)
         td = tl.zeros([BT, BK], tl.float32)
         whole = tl.zeros([BK], tl.float32)
+        last = tl.load(decay + at * K + c, mask=c < K, other=0.0)
         for part in tl.static_range(0, V, BV):
             iv = part + tl.arange(0, BV)
             block = at * (K * V) + iv[:, None] * K + c[None, :]
@@ -119,7 +120,7 @@ def products_of(
             tq = tl.dot(ot, St, tq, input_precision=PRECISION)
             tk = tl.dot(wt, St, tk, input_precision=PRECISION)
             td = tl.dot(tl.trans(eT), Dt, td, input_precision=PRECISION)
-        tl.store(inner + at * K + c, whole, mask=c < K)
+        tl.store(inner + at * K + c, whole * last, mask=c < K)
         place = products + at * (3 * BT * K) + ii * K + c[None, :]
         tl.store(place, (tq * scale).to(DT), mask=(c < K)[None, :])
         tl.store(place + BT * K, (tk * (0.0 - b)[:, None]).to(DT), mask=(c < K)[None, :])
@@ -139,7 +140,7 @@ def products_of(
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "NT", "tasks"])
 def products_kernel(
-    v, o, do, dv, vectors, states, dstates, residuals, pairs, own, products, inner, dbeta,
+    v, o, do, dv, vectors, decay, states, dstates, residuals, pairs, own, products, inner, dbeta,
     cu_seqlens, chunk_indices, chunk_offsets, tasks, scale, T, N, NT,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr,
@@ -149,8 +150,8 @@ def products_kernel(
     residuals ``[slots, HV, V, BT]``. Writes dbeta ``[tokens, HV]`` of the raw beta, pairs ``[slots, HV, 2, BT, BT]`` (Z
     and Y for i > j), own ``[slots, HV, 3, BT]`` fp32 (the diagonal of Z; with L2NORM <q^, dq^> and <k^, dk^>; with LOOP
     the diagonal and one row to work in), products ``[slots, HV, 3, BT, K]`` (scale do S^T,
-    -b dw S^T, b e D^T) and inner ``[slots, HV, K]`` fp32 (sum_v S D). Heads fastest; one slot and head a program, or
-    with LOOP ``tasks`` that programs walk."""
+    -b dw S^T, b e D^T) and inner ``[slots, HV, K]`` fp32 (2^G_last sum_v S D). Heads fastest; one slot and head a
+    program, or with LOOP ``tasks`` that programs walk."""
     pid = tl.program_id(0)
     if LOOP:
         for step in tl.range(0, tasks - pid, tl.num_programs(0)):
@@ -162,9 +163,9 @@ def products_kernel(
                 live = tl.load(chunk_indices + 2 * slot.to(tl.int64)) >= 0
             if live:
                 products_of(
-                    slot, hv, slot.to(tl.int64) * HV + hv, v, o, do, dv, vectors, states, dstates, residuals, pairs,
-                    own, products, inner, dbeta, cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT, HV, K, V,
-                    BT, BK, BV, PACKED, L2NORM, SIGMOID, FACTOR, PRECISION, True,
+                    slot, hv, slot.to(tl.int64) * HV + hv, v, o, do, dv, vectors, decay, states, dstates, residuals,
+                    pairs, own, products, inner, dbeta, cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT, HV,
+                    K, V, BT, BK, BV, PACKED, L2NORM, SIGMOID, FACTOR, PRECISION, True,
                 )  # fmt: skip
             else:
                 if PACKED:
@@ -178,7 +179,7 @@ def products_kernel(
                 clear_products(slot, hv, dv, dbeta, cu_seqlens, chunk_offsets, T, N, HV, V, BT, BV)
                 return
         products_of(
-            slot, hv, at, v, o, do, dv, vectors, states, dstates, residuals, pairs, own, products, inner, dbeta,
+            slot, hv, at, v, o, do, dv, vectors, decay, states, dstates, residuals, pairs, own, products, inner, dbeta,
             cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT, HV, K, V, BT, BK, BV, PACKED, L2NORM, SIGMOID,
             FACTOR, PRECISION, False,
         )  # fmt: skip
