@@ -173,6 +173,20 @@ def test_half_precision(device, dtype):
     assert got["final"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("descriptors", [False, True])
+def test_initial_states_gradient_is_not_rounded_without_l2norm(device, configured, descriptors):
+    """Where beta is zero it is made of q and do alone, whose product with the gate's factor is not rounded."""
+    configured(tiles=descriptors)
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    b = batch(device, [40, 16, 0, 3, 64], key=32, value=32, heads=2, value_heads=2, dtype=dtype, padding=5)
+    b.beta = torch.zeros_like(b.beta)
+    b.g = b.g.clamp(max=-1.0) if b.g is not None else None  # forgotten within a chunk
+    b.dfinal = torch.zeros_like(b.dfinal)
+    want, got = (run(b, dtype=d)["dinitial_state"].double() for d in (torch.float64, None))
+    assert (got - want).norm() < 0.02 * torch.finfo(dtype).eps * want.norm()
+
+
+
 @pytest.mark.parametrize("beta", [1.0, 1.9, 2.0])
 def test_near_identical_keys(device, beta):
     """Nothing inside the triangular inverse outgrows the answer, in half precision as in fp32."""

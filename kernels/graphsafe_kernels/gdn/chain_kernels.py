@@ -19,7 +19,7 @@ import triton.language as tl
 from graphsafe_kernels.delta.overlap_kernels import follow
 from graphsafe_kernels.delta.row_kernels import locate_sequence, state_offsets
 from graphsafe_kernels.gdn.segment_kernels import segment_gradient, segment_state
-from graphsafe_kernels.gdn.step_kernels import forward_step, reverse_step
+from graphsafe_kernels.gdn.step_kernels import forward_step, reverse_rest, reverse_step
 from graphsafe_kernels.gdn.task_kernels import load_state_tile, store_state_tile, turns
 from graphsafe_kernels.masks import spread
 
@@ -127,6 +127,8 @@ def reverse_chain(
         )  # fmt: skip
     if INITIAL:
         if segment == 0:
+            if length > 0:
+                D = reverse_rest(D, start, length, slot, hv, i_v, q, do, vectors, H, HV, K, V, BT, BK, BV, PRECISION)
             store_state_tile(dinitial_state + base, D, at, mask, i_v, K, V, BK, BV, V_FIRST)
 
 

@@ -195,3 +195,18 @@ def reverse_step(
             tl.store(dw + hv * V + row * (HV * V) + i[:, None] * (HV * V) + iv[None, :], tl.trans(y).to(DT), mask=mask)
     c = tl.load(vec + 2 * BT)[None, :]
     return tl.dot((dT.to(tl.float32) * c).to(DT), qt, D, input_precision=PRECISION)
+
+
+@triton.jit
+def reverse_rest(D, row, left, slot, hv, i_v, q, do, vectors, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+                 V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                 PRECISION: tl.constexpr):  # fmt: skip
+    """D, the gradient of a chunk's first state, with what c do lost when :func:`reverse_step` rounded it: nearly all of
+    D's error where q has no norm of its own to round."""
+    DT: tl.constexpr = q.dtype.element_ty
+    # By rows and not by descriptors: once a chain, and the addresses that descriptors keep would spill.
+    qt = load_rows(q + hv // (HV // H) * K, row, left, 0, K, H * K, BT, BK)
+    dt = load_rows(do + hv * V, row, left, i_v * BV, V, HV * V, BT, BV)
+    vec = vectors + (slot.to(tl.int64) * HV + hv) * (VECTORS * BT) + 2 * BT + tl.arange(0, BT)
+    x = tl.trans(dt).to(tl.float32) * tl.load(vec)[None, :]
+    return tl.dot((x - x.to(DT).to(tl.float32)).to(DT), qt, D, input_precision=PRECISION)
