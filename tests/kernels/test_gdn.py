@@ -229,8 +229,8 @@ def test_dbeta_without_the_rounding_of_its_rows_gradient(device, configured, spr
         """Bit for bit; a compiler forms the sums of two versions of a kernel in two ways."""
         return torch.equal(x, y) if device.type == "cpu" else (x.double() - y).norm() <= 2.0**-8 * y.double().norm()
 
-    found = {}
-    for seed in range(4):
+    ratios = []
+    for seed in range(12):  # of so few tokens the other roundings may outweigh dw's in any one
         b = batch(device, [64], dtype=dtype, key=32, value=32, seed=seed)
         if spread < 1:
             b.k = (b.k[:, :1] + spread * b.k).contiguous()
@@ -239,10 +239,12 @@ def test_dbeta_without_the_rounding_of_its_rows_gradient(device, configured, spr
         for exact in (False, True):
             configured(exact_beta=exact)
             got[exact] = run(b, chunk_size=64, **NORMED)
-            found[exact] = found.get(exact, 0.0) + (got[exact]["dbeta"].double() - want).square().sum().item()
         assert all(same(t, got[True][name]) for name, t in got[False].items() if name != "dbeta")
         assert same(*(x["dbeta"][b.beta == 0] for x in got.values()))
-    assert found[True] < {1.0: 0.8, 0.3: 0.9, 0.03: 1.05}[spread] * found[False], found
+        before, after = ((got[exact]["dbeta"].double() - want).norm() for exact in (False, True))
+        ratios.append(after / before)
+    mean = torch.stack(ratios).log().mean().exp()
+    assert mean < {1.0: 0.9, 0.3: 1.0, 0.03: 1.05}[spread], ratios
 
 
 @pytest.mark.parametrize("gate", [-5.0, -20.0, -1e4, -float("inf")])

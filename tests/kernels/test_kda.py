@@ -98,15 +98,18 @@ def live(b, out):
     return {name: t[:, : b.total] if per_token(name) and b.cu is not None else t for name, t in out.items()}
 
 
-def assert_close(want, got, dtype, k=None):
+def assert_close(want, got, dtype, k=None, scales=None):
     """Relative rms by name; NaN never passes.
 
     k: also allow dg one rounding of the products that it is what is left of. A token's dg is a difference of sums that
-    hold k dk, which outlive it where the gates forget everything: its rounding is theirs, 2^-24 in fp32.
+    hold k dk, which outlive it where the gates forget everything: its rounding is theirs, 2^-24 in fp32. scales: what
+    A_log's gradient, one number a head, is the sum of: its error is measured by their root sum of squares.
     """
     assert want.keys() == got.keys()
     outputs, gradients = TOLERANCE[dtype]
     allowed = {n: (gradients if n.startswith("d") else outputs) * (w.norm().item() + 1e-8) for n, w in want.items()}
+    if scales is not None:
+        allowed["dA_log"] = gradients * max(want["dA_log"].norm().item(), scales.norm().item())
     if k is not None:
         allowed["dg"] += 2.0**-24 * (k.double() * want["dk"]).norm().item()
     share = {n: (w - got[n].double()).norm().item() / allowed[n] for n, w in want.items()}
@@ -448,8 +451,14 @@ def test_half_precision_by_case(device, name):
     b = batch(device, **{**sizes, "dtype": dtype})
     if not options.get("use_qk_l2norm_in_kernel"):
         b.q, b.k = (torch.nn.functional.normalize(x.float(), dim=-1).to(dtype) for x in (b.q, b.k))
-    got = run(b, **options)
-    assert_close(run(b, dtype=torch.float64, **options), live(b, got), dtype)
+    got, want = run(b, **options), run(b, dtype=torch.float64, **options)
+    scales = None
+    if "dA_log" in want:
+        z = (b.g[:, : b.total] if b.cu is not None else b.g).double() + b.dt_bias.double().view(-1, b.g.shape[-1])
+        x = z if options.get("lower_bound") is not None else torch.nn.functional.softplus(z) / torch.sigmoid(z)
+        scales = want["dg"] * x
+        torch.testing.assert_close(scales.sum((0, 1, 3)), want["dA_log"])
+    assert_close(want, live(b, got), dtype, scales=scales)
     for key, t in got.items():
         if per_token(key) and b.cu is not None:
             assert (t[:, b.total :] == 0).all(), key
