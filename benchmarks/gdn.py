@@ -9,8 +9,8 @@ device idle at the launch (host launch latency is in it), then queued behind the
 the fp64 reference. With peers, all results and gradients of every arm are compared with fp64 at each shape before it is
 timed, the arms are replayed in turn, and what the peers choose at their first call they choose at the longest shape of
 its heads. ``ratio`` is this project's time over the peer's; ``worse`` names the results in which this project's error
-is above the peer's. With ``--seeds`` errors are averaged over so many seeds, at the shapes and on the hard inputs
-(``seeds``).
+is above the peer's. With ``--seeds`` errors are averaged over so many seeds, at the shapes, on the hard inputs and
+in each form of the operator (``seeds``).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ TOUCHED = {
 WHOLE = ("shipped", "three stages", "apart", "in turn", "uncut", "recompute", "keep", "rounded beta", "rounded N")
 """The variants timed as whole operators."""
 CHOSEN = configurations.configuration
-NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0")
+NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log", "ddt_bias")
 
 
 def use(variant: dict[str, Any]) -> None:
@@ -106,8 +106,9 @@ class Case:
 
     def __init__(self, tokens: int, sequences: int, heads: int, value_heads: int, width: Any = 128, *, seed: int = 0,
                  ragged: bool = False, dtype: torch.dtype = torch.bfloat16, hard: str = "",
-                 chunk_size: int = 64) -> None:  # fmt: skip
+                 chunk_size: int = 64, form: str = "") -> None:  # fmt: skip
         self.options = {} if chunk_size == 64 else {"chunk_size": chunk_size}
+        self.form = FORMS[form] if form else {"use_qk_l2norm_in_kernel": True}
         gen = torch.Generator(DEVICE).manual_seed(seed)
         r = lambda *s: torch.randn(*s, device=DEVICE, generator=gen)  # noqa: E731
         width, value_width = width if isinstance(width, tuple) else (width, width)
@@ -131,6 +132,15 @@ class Case:
                 self.beta = torch.full_like(self.beta, beta)
             if gate is not None:
                 self.g = torch.full_like(self.g, gate)
+        if not self.form.get("use_qk_l2norm_in_kernel"):
+            self.q, self.k = (F.normalize(t.float(), dim=-1).to(dtype) for t in (self.q, self.k))
+        if self.form.get("use_beta_sigmoid_in_kernel"):
+            self.beta = r(*self.beta.shape)
+        self.gate = {}
+        if self.form.get("use_gate_in_kernel"):
+            self.g = r(*self.g.shape)
+            self.gate = {"A_log": (1 + 15 * torch.rand(value_heads, device=DEVICE, generator=gen)).log(),
+                         "dt_bias": r(value_heads)}  # fmt: skip
         self.k = self.k.to(dtype)
         cuts = torch.linspace(0, tokens, sequences + 1)
         if ragged and sequences > 1:
@@ -141,15 +151,25 @@ class Case:
 
     def call(self, op: Callable[..., Any], *, grad: bool, dtype: torch.dtype | None = None) -> list[Any]:
         """[o, ht], or with ``grad`` those and the gradients."""
-        ins = [self.q, self.k, self.v, self.g, self.beta, self.h0]
+        ins = [self.q, self.k, self.v, self.g, self.beta, self.h0, *self.gate.values()]
         ins = [t.to(dtype or t.dtype).detach().requires_grad_(grad) for t in ins]
         o, ht = op(*ins[:3], g=ins[3], beta=ins[4], initial_state=ins[5], output_final_state=True,
-                   use_qk_l2norm_in_kernel=True, cu_seqlens=self.cu)  # fmt: skip
+                   cu_seqlens=self.cu, **self.form, **dict(zip(self.gate, ins[6:], strict=True)))  # fmt: skip
         if not grad:
             return [o, ht]
         return [o, ht, *torch.autograd.grad([o, ht], ins, [self.do.to(o.dtype), self.dht.to(ht.dtype)])]
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    "no l2norm": {},
+    "gate in kernel": {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True},
+    "gate and sigmoid in kernel": {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
+                                   "use_beta_sigmoid_in_kernel": True},
+    "negative eigenvalues": {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+                             "allow_neg_eigval": True},
+}  # fmt: skip
+"""Name -> options of the operator, for ``--seeds``; l2norm in the kernel alone where none is named. Without it q and k
+are given normalised."""
 HARD: dict[str, tuple[float, Any, float | None]] = {
     "random": (0.0, None, None), "beta 0..2, some 0": (0.0, "mixed", None), "g 0": (0.0, None, 0.0),
     "99.9% alike, beta 1, g -.01": (0.03, 1.0, -0.01), "beta 1.9, g 0": (0.0, 1.9, 0.0),
@@ -194,7 +214,7 @@ def shaped(name: str, seed: int = 0) -> Case:
 def relative(out: list[Any], ref: list[Any]) -> dict[str, float]:
     """Relative rms errors by name; NaN stays NaN."""
     rms = lambda t: float(t.detach().double().pow(2).mean().sqrt())  # noqa: E731
-    return {name: rms(a.double() - b) / (rms(b) + 1e-8) for name, a, b in zip(NAMES, out, ref, strict=True)}
+    return {name: rms(a.double() - b) / (rms(b) + 1e-8) for name, a, b in zip(NAMES[: len(ref)], out, ref, strict=True)}
 
 
 def told(found: dict[str, float]) -> str:
@@ -229,7 +249,7 @@ def compared(
     able = {name: arms[name] for name in found}
     own = found.pop("graphsafe")
     for name, theirs in found.items():
-        above = {n: own[n] / theirs[n] for n in NAMES if not own[n] <= theirs[n]}
+        above = {n: own[n] / theirs[n] for n in own if not own[n] <= theirs[n]}
         note(**what, against=name, worse=" ".join(f"{n} x{r:.2f}" for n, r in above.items()) or "nothing")
     return able
 
@@ -412,6 +432,8 @@ def main() -> None:
         over = functools.partial(seeds.compare, arms=arms, exact=exact, relative=relative, seeds=a.seeds, note=note)
         for hard in HARD | FAMILIES:
             over(lambda seed, h=hard: Case(300, 3, 16, 32, ragged=True, hard=h, seed=seed), hard=hard)
+        for form in FORMS:
+            over(lambda seed, f=form: Case(1024, 4, 16, 32, form=f, seed=seed), form=form)
         for shape in a.only:
             over(lambda seed, s=shape: shaped(s, seed), shape=shape)
     if a.replay:
