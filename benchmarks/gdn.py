@@ -102,12 +102,16 @@ def use(variant: dict[str, Any]) -> None:
 
 
 class Case:
-    """One shape's inputs: bf16 q, k, v; fp32 g (log sigmoid of normal numbers), beta (uniform) and states."""
+    """One shape's inputs: bf16 q, k, v; fp32 g (log sigmoid of normal numbers), beta (uniform) and states.
+
+    ``hard``: one of HARD or FAMILIES; or ``form``, one of FORMS, where what a kernel makes g or beta of is normal.
+    """
 
     def __init__(self, tokens: int, sequences: int, heads: int, value_heads: int, width: Any = 128, *, seed: int = 0,
                  ragged: bool = False, dtype: torch.dtype = torch.bfloat16, hard: str = "",
                  chunk_size: int = 64, form: str = "") -> None:  # fmt: skip
         self.options = {} if chunk_size == 64 else {"chunk_size": chunk_size}
+        assert not (hard and form), "a form has its own gates and beta"
         self.form = FORMS[form] if form else {"use_qk_l2norm_in_kernel": True}
         gen = torch.Generator(DEVICE).manual_seed(seed)
         r = lambda *s: torch.randn(*s, device=DEVICE, generator=gen)  # noqa: E731

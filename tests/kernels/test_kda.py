@@ -139,6 +139,7 @@ CASES = {
     "no l2norm": (dict(lengths=[37]), {}),
     "kept intermediates": (dict(lengths=[40, 9], gate=True), {**SOFTPLUS, "disable_recompute": True}),
     "chunk 64": (dict(lengths=[70, 9], padding=70), {**NORMED, "chunk_size": 64}),
+    "safe": (dict(lengths=[37], gate=True), SAFE),
     "strong gates": (dict(lengths=[40], strength=1000.0), NORMED),
 }
 
@@ -443,10 +444,16 @@ def test_pairs_by_levels_in_task_loops(device, configured, name):
             assert (t[:, b.total :] == 0).all(), key
 
 
-@pytest.mark.parametrize("name", ["chunk 64", "dense, odd widths", "no l2norm", "bounded gate", "safe"])
+SAFE_CASES = {
+    f"safe, chunk {size}": (dict(lengths=[70, 23], padding=3, gate=True, key=40, group=2), {**SAFE, "chunk_size": size})
+    for size in (32, 64)
+}
+
+
+@pytest.mark.parametrize("name", ["chunk 64", "dense, odd widths", "no l2norm", "bounded gate", *SAFE_CASES])
 def test_half_precision_by_case(device, name):
-    """Widths that are no whole column blocks, both chunk sizes and both forms of pairs, on tensor cores."""
-    sizes, options = CASES[name] if name in CASES else (dict(lengths=[70, 23], padding=3, gate=True), SAFE)
+    """Several column blocks and tiles, widths that are no whole blocks, both forms of pairs, on tensor cores."""
+    sizes, options = (CASES | SAFE_CASES)[name]
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
     b = batch(device, **{**sizes, "dtype": dtype})
     if not options.get("use_qk_l2norm_in_kernel"):

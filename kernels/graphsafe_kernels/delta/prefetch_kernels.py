@@ -2,7 +2,8 @@
 
 Requirements
 ------------
-1. A hint: nothing that is computed depends on it, and no address is named that the program would not read.
+1. A hint: nothing that is computed depends on it, and no address is named that the program would not read. Rows that
+   begin inside a line may lack their last one.
 2. PREFETCH off (the interpreter, an Ascend): nothing is left of it in the kernel.
 """
 
@@ -15,7 +16,7 @@ LINE: tl.constexpr = tl.constexpr(128)
 
 @triton.jit
 def request(pointers):
-    """Ask for the lines that hold ``pointers``."""
+    """Ask for the lines that hold ``pointers``, of any shape."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
                               dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
 

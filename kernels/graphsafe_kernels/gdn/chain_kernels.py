@@ -127,8 +127,10 @@ def reverse_chain(
         )  # fmt: skip
     if INITIAL:
         if segment == 0:
-            if length > 0:
-                D = reverse_rest(D, start, length, slot, hv, i_v, q, do, vectors, H, HV, K, V, BT, BK, BV, PRECISION)
+            if q.dtype.element_ty.primitive_bitwidth < 32:
+                if length > 0:
+                    D = reverse_rest(D, start, length, slot, hv, i_v, q, do, vectors, H, HV, K, V, BT, BK, BV,
+                                     PRECISION)  # fmt: skip
             store_state_tile(dinitial_state + base, D, at, mask, i_v, K, V, BK, BV, V_FIRST)
 
 

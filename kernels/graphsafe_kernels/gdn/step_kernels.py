@@ -201,8 +201,8 @@ def reverse_step(
 def reverse_rest(D, row, left, slot, hv, i_v, q, do, vectors, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
                  V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
                  PRECISION: tl.constexpr):  # fmt: skip
-    """D, the gradient of a chunk's first state, with what c do lost when :func:`reverse_step` rounded it: nearly all of
-    D's error where q has no norm of its own to round."""
+    """D ``[BV, BK]``, the gradient of a chunk's first state, with what c do lost when :func:`reverse_step` rounded it:
+    nearly all of D's error where a state is forgotten within the chunk."""
     DT: tl.constexpr = q.dtype.element_ty
     # By rows and not by descriptors: once a chain, and the addresses that descriptors keep would spill.
     qt = load_rows(q + hv // (HV // H) * K, row, left, 0, K, H * K, BT, BK)

@@ -3,7 +3,8 @@
 Requirements
 ------------
 1. One table; kernels hold no device's numbers. A choice depends on the device and on the bucket's sizes alone.
-2. Preparation and gradients have a warp for each tile of 16 tokens, and column blocks of 16 (``operand_kernels``).
+2. Off an Ascend, preparation and gradients have a warp for each tile of 16 tokens and column blocks of 16
+   (``operand_kernels``).
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Configuration:
     of the dots that meet pairs. ``levels``: pairs by levels of the whole chunk. ``span``: chunks of a segment; 0: no
     sequence is cut. ``cores``: a grid has at most this many programs, which walk tasks; 0: a program has one task.
     ``overlap``: the forward's launches come while what is before them ends. ``prefetch``: the gradients, and with a
-    bounded gate the preparation, ask early for what they read.
+    bounded gate the preparation that writes scores, ask early for what they read. ``late``: the gradients load one of
+    their products behind the dots, which takes fewer registers on sm_80 alone.
     """
 
     key_block: int
@@ -101,6 +103,7 @@ class Configuration:
     cores: int
     overlap: bool
     prefetch: bool
+    late: bool
 
     def programs(self, tasks: int) -> int:
         """The grid of a kernel with that many tasks."""
@@ -184,5 +187,6 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         levels=cores > 0,
         cores=cores,
         overlap=kind in ("sm_90", "sm_100") and AVAILABLE,
-        prefetch=kind.startswith("sm_"),
+        prefetch=KINDS[kind].ptx,
+        late=kind == "sm_80",
     )

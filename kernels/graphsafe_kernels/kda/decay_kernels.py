@@ -21,8 +21,9 @@ so each token has one factor a level, again at most 1, and a level is one batch 
 Requirements
 ------------
 1. An earlier token's result holds gates of tokens up to itself alone, in both forms.
-2. Sums of gates are fp32 sums within a tile, from its start; a difference of two of them is formed by levels alone,
-   where it is exact to 2^-12 of a factor for gates down to ``gate_kernels.LOWEST``.
+2. Sums of gates are fp32 sums within a tile, from its start; a difference of two of them is formed by levels and,
+   without a bound, for the factor to a tile's end, where it is exact to 2^-12 of a factor for gates down to
+   ``gate_kernels.LOWEST``.
 3. Without a bound nothing overflows, however strong the gates are.
 """
 

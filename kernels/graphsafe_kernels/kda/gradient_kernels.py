@@ -52,7 +52,7 @@ def gradients_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
     SAFE: tl.constexpr, PAIRS: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    PREFETCH: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """dq, dk ``[tokens, HV, K]`` (parts unless WHOLE) and dg ``[tokens, HV, K]`` of the raw inputs, from the results of
     ``products_kernel``; scale_sums ``[slots, HV]`` and bias_sums ``[slots, HV, K]`` fp32, the gate parameters' parts.
@@ -97,7 +97,7 @@ def gradients_kernel(
         gradients_operands(
             hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, pairs, own, products, inner, dq, dk, dg,
             scale_sums, bias_sums, bias_tiles, row, rows, bound, H, HV, K, BT, BK, L2NORM, GATE, SCALED, BIAS, SAFE,
-            PAIRS, PRECISION, PREFETCH,
+            PAIRS, PRECISION, PREFETCH, LATE,
         )  # fmt: skip
         if PACKED:
             first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)

@@ -145,7 +145,7 @@ def _prepare(problem: Problem, tables: ChunkTables | None, c: Configuration, sta
     slots, bt, hv, width = _slots(problem, tables), problem.chunk_size, problem.value_heads, problem.key_width
     kg, qg, kd = (x.q.new_empty((slots, hv, bt, width)) for _ in range(3))
     if kept is None:
-        whole = 0 if c.levels else triton.cdiv(width, TILE.value) * TILE.value
+        whole = 0 if c.levels else triton.cdiv(width, c.column_block) * c.column_block
         fp32 = ((slots, hv, VECTORS.value, bt), (slots, hv, bt // TILE.value, whole), (slots, hv, width))
         kept = Kept(x.q.new_empty((slots, hv, bt, bt)), x.q.new_empty((slots, hv, bt, bt)),
                     *(x.q.new_empty(shape, dtype=torch.float32) for shape in fp32), *(None,) * 7)  # fmt: skip
@@ -350,7 +350,7 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
          *parts, dg, scale_sums, bias_sums, bias_tiles, row_sums, *index, slots * hv * blocks if c.levels else None,
          problem.lower_bound, *layout),
         {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, "LEVELS": c.levels,
-         "PREFETCH": c.prefetch, **_gate(problem, x, c)},
+         "PREFETCH": c.prefetch, "LATE": c.late, **_gate(problem, x, c)},
         warps=c.gradient_warps,
     )  # fmt: skip
     if row_sums is not None and (problem.qk_l2norm or dA_log is not None):

@@ -63,6 +63,7 @@ def gradients_operands(
     bias_sums, bias_tiles, row, rows, bound, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
     BK: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
     SAFE: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """One live slot and value head."""
     hq = hv // (HV // H)
@@ -111,14 +112,15 @@ def gradients_operands(
     dgp = operand_rows(dg + hv * K + row * (HV * K), HV * K, BT, BK)
     k_next, q_next, g_next, bias_next = load_block(kp, qp, gp, dt_bias, hv, 0, live, H, HV, K, BK, BIAS)
     for column in tl.range(0, K, BK):
-        # Everything from memory first, so that it is waited for together.
+        # From memory first, so that it is waited for together; what is needed last is loaded last, for its registers.
         d0, d1, d2, d3 = load_decays(tdp, column, KD, BT, BK)
         c = column + tl.arange(0, BK)
         held = columns_inside(column, K, BK)
         inside = live & held
         all_rows = (place >= 0) & held
         tq = tl.load(both_halves(pp, K), mask=all_rows, other=0.0)
-        tk = tl.load(both_halves(pp + BT * K, K), mask=all_rows, other=0.0)
+        if not LATE:
+            tk = tl.load(both_halves(pp + BT * K, K), mask=all_rows, other=0.0)
         kh = k_next.to(tl.float32) * rk
         qh = q_next.to(tl.float32) * rq
         z = g_next.to(tl.float32) + bias_next[None, None, None, :]
@@ -150,6 +152,8 @@ def gradients_operands(
         ac = from_tile_operands(tl.dot(turned, right, input_precision=PRECISION), BT, BK)
         grown = a * start_factor(tile, d0, d1, d2, TILES)
         sq = tq.to(tl.float32) * grown
+        if LATE:
+            tk = tl.load(both_halves(pp + BT * K, K), mask=all_rows, other=0.0)
         sk = tk.to(tl.float32) * grown
         td = tl.load(both_halves(pp + 2 * BT * K, K), mask=all_rows, other=0.0)
         sd = td.to(tl.float32) * (fj * end)

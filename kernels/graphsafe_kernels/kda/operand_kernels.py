@@ -172,7 +172,7 @@ def row_sums(x, BT: tl.constexpr):
 
 @triton.jit
 def running_sums(x):
-    """Of each token of x, the sum from its tile's start to itself."""
+    """Of each token of x ``[8, BT / 16, 2, BK]``, the sum from its tile's start to itself."""
     later = tl.arange(0, 2)[None, None, :, None] == 1
     first = tl.sum(tl.sum(tl.where(later, 0.0, x), 2), 0)
     return tl.cumsum(x, 0) + tl.where(later, first[None, :, None, :], 0.0)
@@ -251,8 +251,8 @@ def over_tiles(tiles, out, K: tl.constexpr, KD: tl.constexpr, BT: tl.constexpr, 
 
 @triton.jit
 def column_factors(tile, d0, d1, d2, d3, NT: tl.constexpr, SAFE: tl.constexpr):
-    """What makes a token's own factor r for each of four tiles, and for the chunk's end, from the tiles' decays: at its
-    own tile 1 with SAFE, else at the next; zero before."""
+    """What makes a token's own factor r for each of four tiles, and for the chunk's end, from the tiles' decays
+    ``[8, NT, 1, BK]``: at its own tile 1 with SAFE, else at the next; zero before."""
     if SAFE:
         r0 = tl.where(tile == 0, 1.0, 0.0)
         r1 = tl.where(tile == 1, 1.0, r0 * d0)
@@ -277,7 +277,7 @@ def column_factors(tile, d0, d1, d2, d3, NT: tl.constexpr, SAFE: tl.constexpr):
 
 @triton.jit
 def start_factor(tile, d0, d1, d2, NT: tl.constexpr):
-    """The decay from the chunk's start to each tile."""
+    """The decay from the chunk's start to each tile, ``[8, NT, 1, BK]``."""
     before = tl.where(tile > 0, d0, 1.0)
     if NT == 4:
         before *= tl.where(tile > 1, d1, 1.0)

@@ -227,11 +227,11 @@ def prepare_kernel(
 
     q, k ``[tokens, H, K]``; g ``[tokens, HV, K]``; beta
     ``[tokens, HV]``; A_log ``[HV]``; dt_bias ``[HV, K]``; kg, qg, kd ``[slots, HV, BT, K]``; correction, scores
-    ``[slots, HV, BT, BT]``; vectors ``[slots, HV, 4, BT]``, tile_decays
-    ``[slots, HV, BT / 16, K]``, decay ``[slots, HV, K]`` fp32; o ``[tokens, HV, V]`` and intermediates ``[slots, HV,
-    K * V]`` are cleared. SAFE: the gates are bounded. PAIRS, INVERSE: types of the dots that
-    meet pairs of tokens, and solve the triangular system. REFINE: beta may pass 1. LEVELS: pairs are met by levels,
-    whatever the bound, and there are no tile_decays."""
+    ``[slots, HV, BT, BT]``; vectors ``[slots, HV, 4, BT]``, tile_decays ``[slots, HV, BT / 16, KD]`` (KD: K in whole
+    blocks), decay ``[slots, HV, K]`` fp32; o ``[tokens, HV, V]`` and intermediates ``[slots, HV, K * V]`` are cleared.
+    SAFE: the gates are bounded. PAIRS, INVERSE: types of the dots that meet pairs of tokens, and solve the triangular
+    system. REFINE: beta may pass 1. LEVELS: pairs are met by levels, whatever the bound, and there are no
+    tile_decays."""
     follow(OVERLAP)
     pid = tl.program_id(0)
     if LEVELS:

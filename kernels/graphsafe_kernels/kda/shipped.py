@@ -17,6 +17,7 @@ from graphsafe.bucket import slot_count
 from graphsafe.metadata import ChunkTables
 from graphsafe_kernels.delta_rule import make_options
 from graphsafe_kernels.kda import gate, launch, recurrent
+from graphsafe_kernels.kda.chain_kernels import forward_chain_kernel
 from graphsafe_kernels.kda.configurations import Problem
 from graphsafe_kernels.kda.gate_kernels import gate_backward_kernel, gate_kernel
 from graphsafe_kernels.kda.prepare_kernels import prepare_kernel
@@ -124,6 +125,10 @@ def shipped(policy: Policy) -> Iterator[Shipped]:
         (torch.bfloat16, 128, 32, 32, True),
     ):
         yield from record(policy.kind, dtype, width, chunk_size, sequences, full=full)
+    # The chain between few sequences, a multiprocessor each, and many.
+    for entry in record(policy.kind, torch.bfloat16, 128, 64, 4):
+        if entry.kernel is forward_chain_kernel:
+            yield entry
     # What layers call: beta is a plain sigmoid, and the preparation has no Newton step.
     for entry in record(policy.kind, torch.bfloat16, 128, 64, 1, beta_scale=1.0):
         if entry.kernel is prepare_kernel and entry.constants["SCORES"]:
