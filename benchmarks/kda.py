@@ -5,7 +5,7 @@
     python benchmarks/kda.py --sections check --gates safe --seeds 16         # errors beside the peer's, over seeds
 
 Sections: stages (what the preparation writes, against fp64: a miscompiled kernel shows here first), check, kernels,
-replay, eager (the operator called eagerly at the batch's own size, waited for after each call).
+replay, eager (the operator called eagerly at the batch's own size, waited for after each call / until it returns).
 
 Times are microseconds. Replays: medians of a captured graph, 256 MB written before each sample, the arms of a shape
 in turn; *idle* waits for the device before a replay is asked for, *queued* asks for it behind the write. Before a
@@ -235,18 +235,20 @@ def kernel_times(call: Any, repeats: int = 5) -> dict[str, float]:
     return {n: round(sum(t) / repeats, 1) for n, t in sorted(seen.items(), key=lambda x: -sum(x[1]))}
 
 
-def eager_times(calls: dict[str, Any], samples: int = 50) -> dict[str, float]:
-    """Median wall time of each call from an idle device to an idle device, in turn."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
+def eager_times(calls: dict[str, Any], samples: int = 50) -> dict[str, str]:
+    """Median wall time of each call from an idle device to an idle device, in turn; and to its return."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for turn in range(samples + 5):
         for name, call in calls.items():
             torch.cuda.synchronize()
             began = time.perf_counter()
             call()
+            returned = time.perf_counter() - began
             torch.cuda.synchronize()
             if turn >= 5:
-                found[name].append((time.perf_counter() - began) * 1e6)
-    return {name: round(statistics.median(times), 1) for name, times in found.items()}
+                found[name].append((time.perf_counter() - began, returned))
+    medians = {name: (statistics.median(column) * 1e6 for column in zip(*t, strict=True)) for name, t in found.items()}
+    return {name: "{:.1f} / {:.1f}".format(*both) for name, both in medians.items()}
 
 
 def without_gradients(call: Any) -> Any:
