@@ -127,7 +127,7 @@ def reverse_chain(
         )  # fmt: skip
     if INITIAL:
         if segment == 0:
-            if q.dtype.element_ty.primitive_bitwidth < 32:
+            if q.dtype.element_ty != tl.float32:
                 if length > 0:
                     D = reverse_rest(D, start, length, slot, hv, i_v, q, do, vectors, H, HV, K, V, BT, BK, BV,
                                      PRECISION)  # fmt: skip
