@@ -103,17 +103,24 @@ def from_tiles(x, BT: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def of_tiles(index, x0, x1, x2, x3, NT: tl.constexpr):
+    """Of NT tensors the one that ``index`` names; those past the last are ignored."""
+    x = tl.where(index == 0, x0, x1)
+    if NT == 4:
+        x = tl.where(index == 2, x2, x)
+        x = tl.where(index == 3, x3, x)
+    return x
+
+
+@triton.jit
 def side_by_side(x0, x1, x2, x3, BT: tl.constexpr, BK: tl.constexpr):
     """``[8, BT / 16, 2 BK, BT / 16]``: one column block, halves and columns as one axis, for each tile of a chunk;
-    those past the last are ignored."""
+    those past the last are ignored (:func:`of_tiles`)."""
     # The tiles are the last axis: the order in which shared memory is laid out.
     NT: tl.constexpr = BT // TILE
     index = tl.arange(0, NT)[None, None, None, :]
-    x = tl.where(index == 0, tl.reshape(x0, [8, NT, 2 * BK, 1]), tl.reshape(x1, [8, NT, 2 * BK, 1]))
-    if NT == 4:
-        x = tl.where(index == 2, tl.reshape(x2, [8, NT, 2 * BK, 1]), x)
-        x = tl.where(index == 3, tl.reshape(x3, [8, NT, 2 * BK, 1]), x)
-    return x
+    return of_tiles(index, tl.reshape(x0, [8, NT, 2 * BK, 1]), tl.reshape(x1, [8, NT, 2 * BK, 1]),
+                    tl.reshape(x2, [8, NT, 2 * BK, 1]), tl.reshape(x3, [8, NT, 2 * BK, 1]), NT)  # fmt: skip
 
 
 @triton.jit
@@ -151,10 +158,7 @@ def weighed(x, w0, w1, w2, w3, BT: tl.constexpr, BK: tl.constexpr):
     """The sum over the last axis of x of :func:`side_by_side`, of each tile times its w ``[8, BT / 16, 1, BK]``."""
     NT: tl.constexpr = BT // TILE
     index = tl.arange(0, NT)[None, None, None, None, :]
-    w = tl.where(index == 0, w0[:, :, :, :, None], w1[:, :, :, :, None])
-    if NT == 4:
-        w = tl.where(index == 2, w2[:, :, :, :, None], w)
-        w = tl.where(index == 3, w3[:, :, :, :, None], w)
+    w = of_tiles(index, w0[:, :, :, :, None], w1[:, :, :, :, None], w2[:, :, :, :, None], w3[:, :, :, :, None], NT)
     return tl.sum(tl.reshape(x, [8, NT, 2, BK, NT]) * w, 4)
 
 

@@ -64,7 +64,6 @@ def prepare_operands(
     y_next = running_sums(x)
     if SCORES:
         store_decays(y_next, td, 0, KD, BT, BK)
-    if SCORES:
         tl.debug_barrier()  # the tiles' decays are read by threads that did not write them
     d0, d1, d2, d3 = load_decays(td, 0, KD, BT, BK)
     for column in tl.range(0, K, BK):
