@@ -119,7 +119,7 @@ def gradients(problem: Problem, tables: ChunkTables | None, c: Configuration, x:
     g = heads_first(x.g, c) if problem.gate_in_kernel else x.g  # read for the slope alone
     launch(
         gradients_kernel, grid(c, slot_count(problem, tables) * problem.value_heads),
-        (x.q, x.k, do, w.dv, g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
+        (x.q, x.k, x.v, do, w.dv, g, x.beta, x.A_log, x.dt_bias, prepared.scores, prepared.vectors, prepared.states,
          w.dstates, prepared.residuals, w.dq, w.dk, w.dg, w.dbeta, w.gate_sums,
          w.beta_sums, tile(prepared.states, c.key_block, block, c.state_tiles),
          tile(w.dstates, c.key_block, block, c.state_tiles), *boundaries(tables)),

@@ -59,7 +59,7 @@ class Configuration:
     precision: str
     half_inverse: bool
     even_correction: bool  # where keys are alike, N is rounded so that sums keep what its entries lose
-    exact_beta: bool  # dbeta without the rounding of its row's dw
+    exact_beta: bool  # dbeta without the rounding of its row's dw, without l2norm also of its e
     tiles: bool
     state_tiles: bool
     span: int  # chunks of a segment in the forward; 0: sequences are not cut

@@ -68,7 +68,8 @@ def gradients(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[st
     return {**_sizes(p), "BK": c.gradient_key_block, "BV": c.gradient_value_block, "KEY": c.key_block,
             "PACKED": packed, "L2NORM": p.qk_l2norm, **_gates(p, bias), "TILES": c.state_tiles,
             "STAGES": c.gradient_stages, "WHOLE": not parted(p), "LOOP": c.cores > 0, "HEADS_FIRST": c.heads_first,
-            "EXACT": c.exact_beta, "OVERLAP": c.overlap, "PRECISION": c.precision}  # fmt: skip
+            "EXACT": c.exact_beta * (1 if p.qk_l2norm else 2), "OVERLAP": c.overlap,
+            "PRECISION": c.precision}  # fmt: skip
 
 
 def finish(p: Problem, c: Configuration, packed: bool, bias: bool) -> dict[str, Any]:

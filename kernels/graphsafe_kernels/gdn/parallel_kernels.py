@@ -18,7 +18,7 @@ Requirements
 ------------
 1. Each pair (i, j) enters the gate's gradient twice with opposite signs and cancels but for i >= t > j: both uses are
    the same fp32 number, so rounding cancels with it.
-2. Nothing is divided by beta but what 5 adds to dbeta, which is bounded, and zero where beta is.
+2. Nothing is divided by beta but what 5 and 6 add to dbeta, which is bounded, and zero where beta is.
 3. Rows beyond the sequence's end are masked as they are loaded. A sentinel slot reads no operand and clears its share
    of the padding rows of the gradients.
 4. dq^ and dk^ are parts per value head; ``finish_kernel`` sums them over the heads that share a q/k head, in their
@@ -27,6 +27,10 @@ Requirements
    made of, and meets no rounding of its own row's dw:
    b_i dbeta_i = s_i + b_i P_ii <do_i, e_i> + sum_{j > i} W_ji, where P is the scores'. Where keys are alike these terms
    are large and cancel, so dbeta moves by at most that rounding from <dw_i, e_i>.
+6. So are the residuals, and e_i = v_i - 2^G_i k^_i S - sum_{j < i} C_ij b_j e_j. <dw, e> with one made again, plus that
+   with the other, less <dw, e> has the first order of neither rounding, and what makes both is what makes dk^:
+   b_i dbeta_i = <k^_i, dk^_i> + b_i <dw_i, v_i - e_i>. With EXACT 2, bounded as in 5. It reads v, so it is for keys
+   that come normalised: with l2norm in the kernel 5 is enough to be nearer than the peers.
 """
 
 # ruff: noqa: SIM102  (a compile-time condition and a run-time one do not combine in a kernel)
@@ -80,7 +84,7 @@ def value_scores(x, residuals, row, rows, HV: tl.constexpr, V: tl.constexpr, BT:
 
 @triton.jit
 def slot_gradients(
-    slot, hv, q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq, dk, dg, dbeta,
+    slot, hv, q, k, v, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq, dk, dg, dbeta,
     gate_sums, beta_sums, states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KEY: tl.constexpr, PACKED: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr,
@@ -104,8 +108,12 @@ def slot_gradients(
     vec = vectors + at * (VECTORS * BT) + i
     b = tl.load(vec + BT)
     G = tl.load(vec + 4 * BT)
-    rk = tl.load(vec + 5 * BT)
-    rq = tl.load(vec + 6 * BT)
+    if L2NORM:
+        rk = tl.load(vec + 5 * BT)
+        rq = tl.load(vec + 6 * BT)
+    else:
+        rk = tl.full([BT], 1.0, tl.float32)
+        rq = rk
     last = tl.load(vectors + at * (VECTORS * BT) + 5 * BT - 1)
     # What is loaded here is in flight together; what follows waits for it once.
     kt = load_rows(k + hq * K, row, rows, 0, K, H * K, BT, KEY_BLOCK)
@@ -114,8 +122,9 @@ def slot_gradients(
         eT = tl.load(residuals + at * (BT * V) + j[:, None] * BT + i[None, :], mask=(j < V)[:, None], other=0.0)
         dw = load_rows(dv + hv * V, row, rows, 0, V, HV * V, BT, BV)
         dt = load_rows(do + hv * V, row, rows, 0, V, HV * V, BT, BV)
-        out = dv + hv * V + row * (HV * V) + i[:, None] * (HV * V) + j[None, :]
-        tl.store(out, (dw.to(tl.float32) * b[:, None]).to(DT), mask=m[:, None] & (j < V)[None, :])
+        if EXACT < 2:
+            out = dv + hv * V + row * (HV * V) + i[:, None] * (HV * V) + j[None, :]
+            tl.store(out, (dw.to(tl.float32) * b[:, None]).to(DT), mask=m[:, None] & (j < V)[None, :])
     KK = tl.dot(kt, tl.trans(kt), input_precision=PRECISION)
     for column in tl.static_range(KEY_BLOCK, K, KEY_BLOCK):
         kn = load_rows(k + hq * K, row, rows, column, K, H * K, BT, KEY_BLOCK)
@@ -144,9 +153,13 @@ def slot_gradients(
         # b (the new dbeta - <dw, e>) but for s. Parked in memory, as is the other sum that waits for the loop's end:
         # kept, they would take registers that it needs.
         parked = beta_sums + at * (2 * BT) + i
-        own = (own * tl.load(scores + at * (BT * BT) + i * (BT + 1)).to(tl.float32) - db) * b + (uses - pairs)
-        tl.store(parked, pairs)
-        tl.store(parked + BT, own)
+        if EXACT == 1:
+            own = (own * tl.load(scores + at * (BT * BT) + i * (BT + 1)).to(tl.float32) - db) * b + (uses - pairs)
+            tl.store(parked, pairs)
+            tl.store(parked + BT, own)
+        else:
+            tl.store(parked, pairs)
+            tl.store(parked + BT, db)
     if KEEP:
         sT = tl.dot(tl.trans(eT), tl.trans(dw), input_precision=PRECISION)
     else:
@@ -166,6 +179,7 @@ def slot_gradients(
     p = tl.zeros([BT], tl.float32)
     r = tl.zeros([BT], tl.float32)
     kc = tl.zeros([BT], tl.float32)
+    turned = tl.zeros([BT], tl.float32)
     inner = tl.zeros([BV], tl.float32)
     for block in tl.range(0, (K + BK - 1) // BK, num_stages=STAGES):
         ik = block * BK + tl.arange(0, BK)
@@ -204,23 +218,25 @@ def slot_gradients(
         tq = tl.dot(Zq, kb, tq, input_precision=PRECISION)
         tl.store(dq + row * (HV * K) + hv * K + place, tq.to(dq.dtype.element_ty), mask=live)
         tk = tk * (0.0 - b * grown)[:, None]
-        r += tl.sum(tk * kf, 1)
+        if L2NORM:
+            r += tl.sum(tk * kf, 1)
+        else:
+            p += tl.sum(tk * kf, 1)  # both norms are 1, and one sum takes fewer registers
         td = td * (b * shrunk)[:, None]
         kc += tl.sum(td * kf, 1)
         tk = tl.dot(Zk, qb, tk + td, input_precision=PRECISION)
         tk = tl.dot(Yk, kb, tk, input_precision=PRECISION)
+        if EXACT == 2:
+            turned += tl.sum(tk * kf, 1)
         tl.store(dk + row * (HV * K) + hv * K + place, tk.to(dk.dtype.element_ty), mask=live)
-    if not KEEP:
-        tl.debug_barrier()  # every thread has read dw before it becomes dv
-        for column in tl.static_range(0, V, BV):
-            jv = column + tl.arange(0, BV)
-            wv = load_rows(dv + hv * V, row, rows, column, V, HV * V, BT, BV)
-            place = dv + hv * V + row * (HV * V) + i[:, None] * (HV * V) + jv[None, :]
-            tl.store(place, (wv.to(tl.float32) * b[:, None]).to(DT), mask=m[:, None] & (jv < V)[None, :])
     # Loaded again: kept across the loop, these would take registers that it needs.
     b = tl.load(vec + BT)
-    rk = tl.load(vec + 5 * BT)
-    rq = tl.load(vec + 6 * BT)
+    if L2NORM:
+        rk = tl.load(vec + 5 * BT)
+        rq = tl.load(vec + 6 * BT)
+    else:
+        rk = tl.full([BT], 1.0, tl.float32)
+        rq = rk
     last = tl.load(vectors + at * (VECTORS * BT) + 5 * BT - 1)
     kc = tl.where(m, kc * rk, 0.0)
     if EXACT:
@@ -228,11 +244,11 @@ def slot_gradients(
         pairs = tl.load(parked)
     total = tl.cumsum(tl.where(m, p * rq + r * rk + pairs, 0.0), 0, reverse=True)
     total += tl.cumsum(kc, 0) - kc + tl.exp2(last) * tl.sum(inner, 0)
-    if EXACT:
-        own = tl.load(parked + BT)
+    if EXACT == 1:
+        own = tl.load(parked + BT) + kc
         limit = tl.abs(db) * ROUNDING
         # where b is zero, so is what it would divide
-        db += tl.minimum(tl.maximum((own + kc) / tl.where(b == 0.0, 1.0, b), 0.0 - limit), limit)
+        db += tl.minimum(tl.maximum(own / tl.where(b == 0.0, 1.0, b), 0.0 - limit), limit)
     token = (row + i) * HV + hv
     if HEADS_FIRST:
         token = head_offset(slot, row, hv, T, NT, HV, PACKED) + i
@@ -243,6 +259,22 @@ def slot_gradients(
         total *= log_gate_slope(x, A_log, dt_bias, hv, BIAS)
         tl.store(gate_sums + at * 2 + 1, tl.sum(tl.where(m, total, 0.0), 0))
     tl.store(dg + token, total.to(dg.dtype.element_ty), mask=m)
+    if not KEEP or EXACT == 2:
+        tl.debug_barrier()  # every thread has read dw before it becomes dv
+        rest = tl.zeros([BT], tl.float32)
+        for column in tl.static_range(0, V, BV):
+            jv = column + tl.arange(0, BV)
+            wv = load_rows(dv + hv * V, row, rows, column, V, HV * V, BT, BV)
+            if EXACT == 2:
+                vt = load_rows(v + hv * V, row, rows, column, V, HV * V, BT, BV)
+                rest += tl.sum(wv.to(tl.float32) * vt.to(tl.float32), 1)
+            place = dv + hv * V + row * (HV * V) + i[:, None] * (HV * V) + jv[None, :]
+            tl.store(place, (wv.to(tl.float32) * b[:, None]).to(DT), mask=m[:, None] & (jv < V)[None, :])
+    if EXACT == 2:
+        db = tl.load(parked + BT)
+        limit = tl.abs(db) * ROUNDING
+        own = turned * rk + (rest - 2.0 * db) * b
+        db += tl.minimum(tl.maximum(own / tl.where(b == 0.0, 1.0, b), 0.0 - limit), limit)
     if SIGMOID:
         db *= b * (1.0 - b / FACTOR)
     tl.store(dbeta + token, db.to(dbeta.dtype.element_ty), mask=m)
@@ -254,7 +286,7 @@ def slot_gradients(
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "NT"])
 def gradients_kernel(
-    q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq, dk, dg, dbeta, gate_sums,
+    q, k, v, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals, dq, dk, dg, dbeta, gate_sums,
     beta_sums, states_tiles, dstates_tiles, cu_seqlens, chunk_indices, chunk_offsets, scale,
     T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
@@ -275,7 +307,7 @@ def gradients_kernel(
             slot = task // HV
             hv = task % HV
             if live_slot(slot, chunk_indices, PACKED):
-                slot_gradients(slot, hv, q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates,
+                slot_gradients(slot, hv, q, k, v, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates,
                                residuals, dq, dk, dg, dbeta, gate_sums, beta_sums, states_tiles, dstates_tiles,
                                cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT, H, HV, K, V, BT, BK, BV, KEY,
                                PACKED, L2NORM, GATE, BIAS, SIGMOID, FACTOR, TILES, STAGES, WHOLE, HEADS_FIRST, EXACT,
@@ -291,7 +323,7 @@ def gradients_kernel(
                 first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, True, BT)
                 clear_gradients(first, end, hv, dq, dk, dv, dg, dbeta, T, H, HV, K, V, BT, BK, BV, WHOLE, HEADS_FIRST)
                 return
-        slot_gradients(slot, hv, q, k, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals,
+        slot_gradients(slot, hv, q, k, v, do, dv, g, beta, A_log, dt_bias, scores, vectors, states, dstates, residuals,
                        dq, dk, dg, dbeta, gate_sums, beta_sums, states_tiles, dstates_tiles, cu_seqlens, chunk_indices,
                        chunk_offsets, scale, T, N, NT, H, HV, K, V, BT, BK, BV, KEY, PACKED, L2NORM, GATE, BIAS,
                        SIGMOID, FACTOR, TILES, STAGES, WHOLE, HEADS_FIRST, EXACT, PRECISION)  # fmt: skip
