@@ -162,8 +162,6 @@ def test_values_and_padding(device, name):
 @pytest.mark.parametrize("options", [NORMED, SAFE, {**SAFE, "chunk_size": 64}], ids=["general", "safe", "safe 64"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(device, dtype, options):
-    if dtype == torch.bfloat16 and device.type == "cpu":
-        dtype = torch.float16  # the interpreter's bf16 products are wrong; the same test runs on devices
     b = batch(device, [40, 23], dtype=dtype, padding=3, gate=options is not NORMED)
     got = run(b, **options)
     assert_close(run(b, dtype=torch.float64, **options), live(b, got), dtype)
@@ -174,7 +172,7 @@ def test_half_precision(device, dtype, options):
 def test_gradient_of_a_forgotten_state_is_rounded_once(device):
     """Where gates are at their bound, the initial state's gradient is made of the first tokens: of its roundings
     there is one left, that of the gated queries."""
-    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    dtype = torch.bfloat16
     b = batch(device, [40, 64, 0, 3], key=32, value=32, dtype=dtype, padding=5, gate=True)
     b.g = torch.full_like(b.g, 30.0)
     b.dfinal = torch.zeros_like(b.dfinal)
@@ -185,12 +183,64 @@ def test_gradient_of_a_forgotten_state_is_rounded_once(device):
 
 def test_l2norm_does_not_round_a_gradient_twice(device):
     """Where dq comes of a token's own key and value alone, its error is that of rounding the exact one."""
-    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    dtype = torch.bfloat16
     b = batch(device, [1] * 12, key=32, dtype=dtype, gate=True)
     b.initial_state = torch.zeros_like(b.initial_state)
     want, got = run(b, dtype=torch.float64, **SAFE)["dq"], run(b, **SAFE)["dq"]
     rounding = (want.to(dtype).double() - want).norm().item()
     assert (got.double() - want).norm().item() < 1.2 * rounding
+
+
+@pytest.mark.parametrize(
+    "options", [NORMED, SAFE, {**SAFE, "use_qk_l2norm_in_kernel": False}], ids=["general", "safe", "safe, no l2norm"]
+)
+@pytest.mark.parametrize("spread", [1.0, 0.3, 0.03])
+def test_dbeta_without_the_roundings_of_its_row(device, configured, spread, options):
+    """Nearer to fp64 by what dw's and e's rounding were of it, and no farther where keys are alike and what it is made
+    of cancels; a beta of zero keeps <dw, e>."""
+    if device.type == "npu":
+        pytest.skip("by levels dbeta is <dw, e>")
+    ratios = []
+    for seed in range(12):  # of so few tokens the other roundings may outweigh these in any one
+        b = batch(device, [64], dtype=torch.bfloat16, key=32, value=32, seed=seed, gate=options is not NORMED)
+        if spread < 1:
+            b.k = (b.k[:, :1] + spread * b.k).contiguous()
+        if not options["use_qk_l2norm_in_kernel"]:
+            b.q, b.k = (torch.nn.functional.normalize(x.float(), dim=-1).to(x.dtype) for x in (b.q, b.k))
+        got = {}
+        for exact in (False, True):
+            configured(exact_beta=exact)
+            got[exact] = run(b, **{"chunk_size": 64, **options})["dbeta"]
+        assert torch.equal(*(x[b.beta == 0] for x in got.values()))
+        assert not torch.equal(*got.values())
+        want = run(b, dtype=torch.float64, **{"chunk_size": 64, **options})["dbeta"]
+        before, after = ((got[exact].double() - want).norm() for exact in (False, True))
+        ratios.append(after / before)
+    mean = torch.stack(ratios).log().mean().exp()
+    assert mean < {1.0: 0.85, 0.3: 0.95, 0.03: 1.05}[spread], (mean, ratios)
+
+
+@pytest.mark.parametrize("options", [NORMED, SAFE], ids=["general", "safe"])
+def test_dk_without_a_rounding_of_what_comes_from_behind_the_chunk(device, configured, options):
+    if device.type == "npu":
+        pytest.skip("by levels it is rounded as its operands are")
+    b = batch(device, [128], dtype=torch.bfloat16, key=32, value=32, gate=options is not NORMED)
+    want = run(b, dtype=torch.float64, **{"chunk_size": 64, **options})["dk"]
+    found = []
+    for fine in (False, True):
+        configured(fine=fine)
+        found.append((run(b, **{"chunk_size": 64, **options})["dk"].double() - want).norm())
+    assert found[1] < 0.95 * found[0], found
+
+
+def test_gradients_scale_with_what_they_are_of(device):
+    """By powers of two, to the bit: what is in fp16 on the way has a power of two of its own in each row."""
+    b = batch(device, [70, 5], dtype=torch.bfloat16, key=32, value=32, gate=True)
+    want, do, dfinal = run(b, **SAFE), b.do, b.dfinal
+    for factor in (2.0**-12, 2.0**12):  # a bounded gate's factors leave 2^13 of the range of fp32
+        b.do, b.dfinal = do * factor, dfinal * factor
+        got = run(b, **SAFE)
+        assert_same({n: t * factor if n.startswith("d") else t for n, t in want.items()}, got)
 
 
 @pytest.mark.parametrize("x", [-30.0, 30.0, 1e4, -1e4])
@@ -454,7 +504,7 @@ SAFE_CASES = {
 def test_half_precision_by_case(device, name):
     """Several column blocks and tiles, widths that are no whole blocks, both forms of pairs, on tensor cores."""
     sizes, options = (CASES | SAFE_CASES)[name]
-    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    dtype = torch.bfloat16
     b = batch(device, **{**sizes, "dtype": dtype})
     if not options.get("use_qk_l2norm_in_kernel"):
         b.q, b.k = (torch.nn.functional.normalize(x.float(), dim=-1).to(dtype) for x in (b.q, b.k))

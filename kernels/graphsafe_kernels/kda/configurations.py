@@ -73,7 +73,8 @@ class Configuration:
     sequence is cut. ``cores``: a grid has at most this many programs, which walk tasks; 0: a program has one task.
     ``overlap``: the forward's launches come while what is before them ends. ``prefetch``: the gradients, and with a
     bounded gate the preparation that writes scores, ask early for what they read. ``late``: the gradients load one of
-    their products behind the dots, which takes fewer registers on sm_80 alone.
+    their products behind the dots, which takes fewer registers on sm_80 alone. ``exact_beta``: dbeta without the
+    roundings of its row's dw and e. ``fine``: b e D^T is kept in fp16 with a power of two a row.
     """
 
     key_block: int
@@ -104,6 +105,8 @@ class Configuration:
     overlap: bool
     prefetch: bool
     late: bool
+    exact_beta: bool
+    fine: bool
 
     def programs(self, tasks: int) -> int:
         """The grid of a kernel with that many tasks."""
@@ -189,4 +192,6 @@ def choose(problem: Problem, kind: str, dtype: torch.dtype) -> Configuration:
         overlap=kind in ("sm_90", "sm_100") and AVAILABLE,
         prefetch=KINDS[kind].ptx,
         late=kind == "sm_80",
+        exact_beta=not wide and kind in ("sm_90", "interpreter"),  # elsewhere it spills
+        fine=dtype == torch.bfloat16 and not cores,
     )

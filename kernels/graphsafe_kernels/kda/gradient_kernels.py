@@ -21,7 +21,15 @@ Requirements
 2. The diagonal pairs, which no gate touches, stay out of the gate's gradient.
 3. Rows beyond the sequence's end are masked as they are loaded. A sentinel slot reads no operand and clears its share
    of the padding rows of the gradients.
-4. Where several value heads share a q/k head, dq and dk are parts per value head. Gate parameters get one partial sum
+4. dw and e are at hand rounded to half precision. With EXACT dbeta has the first order of neither rounding of its own
+   row: <k^_i, dk^_i> is made of what both are made of, and
+
+       b_i dbeta_i = <k^_i, dk^_i> + b_i <dw_i, v_i - e_i>
+
+   Where keys are alike these terms are large and cancel, so dbeta moves from <dw_i, e_i> by at most one rounding of it,
+   and by nothing where beta is zero.
+5. With FINE b e D^T comes in fp16 and a power of two for each row: its rounding to bf16 was a fifth of dk's error.
+6. Where several value heads share a q/k head, dq and dk are parts per value head. Gate parameters get one partial sum
    per slot and head. ``finish_kernels`` sums both.
 """
 
@@ -47,12 +55,13 @@ def clear_gradients(first, end, hv, dq, dk, dg, HV: tl.constexpr, K: tl.constexp
 
 @triton.jit(do_not_specialize=["bound", "T", "N", "NT", "tasks"])
 def gradients_kernel(
-    q, k, g, A_log, dt_bias, vectors, tile_decays, pairs, own, products, inner, dq, dk, dg, scale_sums,
+    q, k, g, A_log, dt_bias, vectors, tile_decays, pairs, own, products, inner, dq, dk, dg, dbeta, scale_sums,
     bias_sums, bias_tiles, row_sums, cu_seqlens, chunk_indices, chunk_offsets, tasks, bound, T, N, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
     SAFE: tl.constexpr, PAIRS: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
-    PREFETCH: tl.constexpr, LATE: tl.constexpr,
+    PREFETCH: tl.constexpr, LATE: tl.constexpr, EXACT: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr,
+    FINE: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """dq, dk ``[tokens, HV, K]`` (parts unless WHOLE) and dg ``[tokens, HV, K]`` of the raw inputs, from the results of
     ``products_kernel``; scale_sums ``[slots, HV]`` and bias_sums ``[slots, HV, K]`` fp32, the gate parameters' parts.
@@ -95,9 +104,10 @@ def gradients_kernel(
                 return
         row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
         gradients_operands(
-            hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, pairs, own, products, inner, dq, dk, dg,
+            hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, pairs, own, products, inner, dq, dk, dg, dbeta,
             scale_sums, bias_sums, bias_tiles, row, rows, bound, H, HV, K, BT, BK, L2NORM, GATE, SCALED, BIAS, SAFE,
-            PAIRS, PRECISION, PREFETCH, LATE,
+            PAIRS, PRECISION, PREFETCH, LATE, EXACT, SIGMOID, FACTOR, FINE,
+            BP,
         )  # fmt: skip
         if PACKED:
             first, end = padding_rows(slot, cu_seqlens, chunk_offsets, T, N, False, BT)

@@ -27,7 +27,7 @@ from graphsafe_kernels.kda.decay_kernels import TILE
 from graphsafe_kernels.kda.finish_kernels import finish_kernel
 from graphsafe_kernels.kda.gradient_kernels import gradients_kernel
 from graphsafe_kernels.kda.prepare_kernels import VECTORS, prepare_kernel
-from graphsafe_kernels.kda.product_kernels import products_kernel
+from graphsafe_kernels.kda.product_kernels import OWN_ROWS, products_kernel
 from graphsafe_kernels.kda.project_kernels import project_kernel
 from graphsafe_kernels.kda.segment_kernels import segment_gradients_kernel, segment_states_kernel
 from graphsafe_kernels.policy import device_kind
@@ -322,7 +322,8 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
     )  # fmt: skip
     dbeta = torch.empty_like(x.beta)
     pairs = x.q.new_empty((slots, hv, 2, bt, bt), dtype=c.pairs)
-    own = x.q.new_empty((slots, hv, 2 if c.cores else 3, bt), dtype=torch.float32)
+    own_rows = 2 if c.cores else OWN_ROWS.value + c.fine * triton.cdiv(kw, c.product_block)
+    own = x.q.new_empty((slots, hv, own_rows, bt), dtype=torch.float32)
     products = x.q.new_empty((slots, hv, 3, bt, kw))
     inner = x.q.new_empty((slots, hv, kw), dtype=torch.float32)
     start(
@@ -330,7 +331,8 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
         (x.v, o, do, dv, kept.vectors, kept.decay, kept.states, dstates, kept.residuals, pairs, own, products, inner,
          dbeta, *index, slots * hv if c.cores else None, problem.scale, *layout),
         {**sizes, "V": problem.value_width, "BK": c.product_block, "BV": c.clear_block, **_beta(problem),
-         "L2NORM": problem.qk_l2norm and not c.cores, "PRECISION": c.precision, "LOOP": c.cores > 0},
+         "L2NORM": problem.qk_l2norm and not c.cores, "EXACT": c.exact_beta, "FINE": c.fine, "PRECISION": c.precision,
+         "LOOP": c.cores > 0},
         warps=c.product_warps,
     )  # fmt: skip
     whole = hv == problem.heads
@@ -347,10 +349,11 @@ def backward(problem: Problem, tables: ChunkTables | None, x: Operands, kept: Ke
     start(
         gradients_kernel, c.programs(slots * hv * blocks),
         (x.q, x.k, x.g, x.A_log, x.dt_bias, kept.vectors, kept.tile_decays, pairs, own, products, inner,
-         *parts, dg, scale_sums, bias_sums, bias_tiles, row_sums, *index, slots * hv * blocks if c.levels else None,
-         problem.lower_bound, *layout),
+         *parts, dg, dbeta, scale_sums, bias_sums, bias_tiles, row_sums, *index,
+         slots * hv * blocks if c.levels else None, problem.lower_bound, *layout),
         {**sizes, "H": problem.heads, "BK": c.column_block, "WHOLE": whole, "LEVELS": c.levels,
-         "PREFETCH": c.prefetch, "LATE": c.late, **_gate(problem, x, c)},
+         "PREFETCH": c.prefetch, "LATE": c.late, "EXACT": c.exact_beta, "FINE": c.fine, "BP": c.product_block,
+         **_beta(problem), **_gate(problem, x, c)},
         warps=c.gradient_warps,
     )  # fmt: skip
     if row_sums is not None and (problem.qk_l2norm or dA_log is not None):

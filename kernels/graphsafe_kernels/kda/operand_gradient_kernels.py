@@ -44,6 +44,7 @@ from graphsafe_kernels.kda.operand_kernels import (
     weighed,
 )
 from graphsafe_kernels.kda.prepare_kernels import VECTORS
+from graphsafe_kernels.kda.product_kernels import OWN_ROWS
 
 
 @triton.jit
@@ -59,14 +60,16 @@ def load_block(kp, qp, gp, dt_bias, hv, column, live, H: tl.constexpr, HV: tl.co
 
 @triton.jit
 def gradients_operands(
-    hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, pairs, own, products, inner, dq, dk, dg, scale_sums,
+    hv, at, q, k, g, A_log, dt_bias, vectors, tile_decays, pairs, own, products, inner, dq, dk, dg, dbeta, scale_sums,
     bias_sums, bias_tiles, row, rows, bound, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
     BK: tl.constexpr, L2NORM: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
     SAFE: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
-    LATE: tl.constexpr,
+    LATE: tl.constexpr, EXACT: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, FINE: tl.constexpr,
+    BP: tl.constexpr,
 ):  # fmt: skip
     """One live slot and value head."""
     hq = hv // (HV // H)
+    OWN: tl.constexpr = OWN_ROWS + FINE * ((K + BP - 1) // BP)
     TILES: tl.constexpr = BT // TILE
     i = tl.arange(0, BT)
     place = row_order(BT)
@@ -91,8 +94,8 @@ def gradients_operands(
     r = tl.arange(0, TILE)
     inner_pair = pairs + at * (2 * BT * BT) + (t + r[None, :, None]) * BT + t + r[None, None, :]
     turned_pair = pairs + at * (2 * BT * BT) + (t + r[None, None, :]) * BT + t + r[None, :, None]
-    scales = tl.zeros([8, TILES, 2, BK // 4], tl.float32)
-    diagonal = tl.load(own + at * (3 * BT) + place)
+    scales = tl.zeros([8, TILES, BK // 4], tl.float32)
+    uses = tl.zeros([8, TILES, 2, BK // 4], tl.float32)
     # By pairs of tiles (I, J), J fastest, and once more by tiles I: laid out in shared memory without conflicts.
     Z = tl.trans(tl.load(pair))
     Y = tl.trans(tl.load(pair + BT * BT))
@@ -155,8 +158,14 @@ def gradients_operands(
         if LATE:
             tk = tl.load(both_halves(pp + BT * K, K), mask=all_rows, other=0.0)
         sk = tk.to(tl.float32) * grown
-        td = tl.load(both_halves(pp + 2 * BT * K, K), mask=all_rows, other=0.0)
-        sd = td.to(tl.float32) * (fj * end)
+        if FINE:
+            half = both_halves(pp + 2 * BT * K, K).to(tl.pointer_type(tl.float16), bitcast=True)
+            td = tl.load(half, mask=all_rows, other=0.0).to(tl.float32)
+            td *= tl.load(own + (at * OWN + OWN_ROWS + column // BP) * BT + place)
+        else:
+            td = tl.load(both_halves(pp + 2 * BT * K, K), mask=all_rows, other=0.0).to(tl.float32)
+        sd = td * (fj * end)
+        diagonal = tl.load(own + at * (OWN * BT) + place)
         dqh = a * az + sq + diagonal * kh
         dkh = a * ay + sk + sd + diagonal * qh + fj * weighed(ac, r0, r1, r2, r3, BT, BK)
         ahead = qr.to(tl.float32) * az + qh * sq + kar.to(tl.float32) * ay + kh * sk
@@ -176,9 +185,11 @@ def gradients_operands(
             dqh = from_tiles(e3, BT, BK)
             dkh = from_tiles(u3, BT, BK)
             ahead = from_tiles(w3, BT, BK)
+        if EXACT:
+            uses += quad_sums(kh * dkh, BT, BK)
         if L2NORM:
-            dqh = (dqh - qh * tl.load(own + (at * 3 + 1) * BT + place)) * rq
-            dkh = (dkh - kh * tl.load(own + (at * 3 + 2) * BT + place)) * rk
+            dqh = (dqh - qh * tl.load(own + (at * OWN + 1) * BT + place)) * rq
+            dkh = (dkh - kh * tl.load(own + (at * OWN + 2) * BT + place)) * rk
         tl.store(both_halves(dqp, HV * K), dqh.to(dq.dtype.element_ty), mask=inside)
         tl.store(both_halves(dkp, HV * K), dkh.to(dk.dtype.element_ty), mask=inside)
         dx = sums_over_chunk(ahead, kh * sd, BT)
@@ -187,7 +198,7 @@ def gradients_operands(
         if GATE:
             dx, dA = gate_gradient(z, dx, factor, bound, GATE)
             if SCALED:
-                scales += quad_sums(tl.where(inside, dA, 0.0), BT, BK)
+                scales += tl.sum(quad_sums(tl.where(inside, dA, 0.0), BT, BK), 2)
             if BIAS:
                 store_sums(tl.where(inside, dx, 0.0), tbp, column, KD, BT, BK)
         tl.store(both_halves(dgp, HV * K), dx.to(dg.dtype.element_ty), mask=inside)
@@ -203,4 +214,15 @@ def gradients_operands(
         tl.debug_barrier()
         over_tiles(tbp, bias_sums + at * K, K, KD, BT, False)
     if GATE and SCALED:
-        tl.store(scale_sums + at, tl.sum(row_sums(scales, BT), 0))
+        tl.store(scale_sums + at, tl.sum(tl.sum(tl.sum(scales, 2), 1), 0))
+    if EXACT:
+        ROUNDING: tl.constexpr = 2.0**-7 if k.dtype.element_ty == tl.bfloat16 else 2.0**-10
+        b = tl.load(vectors + at * (VECTORS * BT) + i)
+        db = tl.load(own + (at * OWN + 3) * BT + i)
+        limit = tl.abs(db) * ROUNDING
+        # where b is zero, so is what it would divide
+        more = (row_sums(uses, BT) - tl.load(own + (at * OWN + 2) * BT + i)) / tl.where(b == 0.0, 1.0, b)
+        db += tl.minimum(tl.maximum(more, 0.0 - limit), limit)
+        if SIGMOID:
+            db *= b * (1.0 - b / FACTOR)
+        tl.store(dbeta + (row + i) * HV + hv, db.to(dbeta.dtype.element_ty), mask=i < rows)

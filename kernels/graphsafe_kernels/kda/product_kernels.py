@@ -38,6 +38,18 @@ def load_residuals(residuals, column, V: tl.constexpr, BT: tl.constexpr, BV: tl.
     return tl.load(residuals + j[:, None] * BT + i[None, :], mask=(j < V)[:, None], other=0.0)
 
 
+OWN_ROWS: tl.constexpr = tl.constexpr(4)
+"""Rows of ``own`` without LOOP; with FINE there is one more for each block of K."""
+
+
+@triton.jit
+def powers_of_rows(x):
+    """Powers of two, one a row of x, that bring its largest entry to [2^14, 2^15), and their inverses; exact."""
+    exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23  # of fp32, from 127 for 1
+    exponent = tl.maximum(exponent, 27)  # 2^-100: what is below needs no more
+    return ((268 - exponent) << 23).to(tl.float32, bitcast=True), ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
 @triton.jit
 def clear_products(
     slot, hv, dv, dbeta, cu_seqlens, chunk_offsets, T, N, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
@@ -54,13 +66,13 @@ def products_of(
     slot, hv, at, v, o, do, dv, vectors, decay, states, dstates, residuals, pairs, own, products, inner, dbeta,
     cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr,
-    LOOP: tl.constexpr,
+    PACKED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, EXACT: tl.constexpr,
+    FINE: tl.constexpr, PRECISION: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """The products of one live slot and value head."""
     DT: tl.constexpr = states.dtype.element_ty
     KEEP: tl.constexpr = BV >= V
-    OWN: tl.constexpr = 2 if LOOP else 3
+    OWN: tl.constexpr = 2 if LOOP else OWN_ROWS + FINE * ((K + BK - 1) // BK)
     row, rows = locate_slot(slot, cu_seqlens, chunk_indices, T, NT, PACKED, BT)
     i = tl.arange(0, BT)
     ii = i[:, None]
@@ -69,10 +81,11 @@ def products_of(
     b = tl.load(vectors + at * (VECTORS * BT) + i)
     rows_q = tl.zeros([BT], tl.float32)
     rows_v = tl.zeros([BT], tl.float32)
-    if L2NORM:
+    if L2NORM or EXACT:
         for part in tl.static_range(0, V, BV):
-            ot = load_rows(do + hv * V, row, rows, part, V, HV * V, BT, BV).to(tl.float32)
-            rows_q += tl.sum(ot * load_rows(o + hv * V, row, rows, part, V, HV * V, BT, BV).to(tl.float32), 1)
+            if L2NORM:
+                ot = load_rows(do + hv * V, row, rows, part, V, HV * V, BT, BV).to(tl.float32)
+                rows_q += tl.sum(ot * load_rows(o + hv * V, row, rows, part, V, HV * V, BT, BV).to(tl.float32), 1)
             wt = load_rows(dv + hv * V, row, rows, part, V, HV * V, BT, BV).to(tl.float32)
             rows_v += tl.sum(wt * load_rows(v + hv * V, row, rows, part, V, HV * V, BT, BV).to(tl.float32), 1)
     Z = tl.zeros([BT, BT], tl.float32)
@@ -86,15 +99,19 @@ def products_of(
     db = tl.sum(tl.where(ii == jj, Y, 0.0), 1)
     if L2NORM:
         tl.store(own + (at * OWN + 1) * BT + i, rows_q)
+    if L2NORM or EXACT:
         tl.store(own + (at * OWN + 2) * BT + i, b * (2.0 * db - rows_v))
-    if SIGMOID:
+    if EXACT:
+        tl.store(own + (at * OWN + 3) * BT + i, db)
+    elif SIGMOID:
         db *= b * (1.0 - b / FACTOR)
     if LOOP:
         # Through memory: an Ascend pads what goes to elements apart to 32 bytes each, and all that it is computed from.
         tl.store(own + (at * OWN + 1) * BT + i, db)
         tl.debug_barrier()
         db = tl.load(own + (at * OWN + 1) * BT + i)
-    tl.store(dbeta + (row + i) * HV + hv, db.to(dbeta.dtype.element_ty), mask=m)
+    if not EXACT:
+        tl.store(dbeta + (row + i) * HV + hv, db.to(dbeta.dtype.element_ty), mask=m)
     pair = pairs + at * (2 * BT * BT) + ii * BT + jj
     tl.store(own + at * (OWN * BT) + i, tl.sum(tl.where(ii == jj, Z, 0.0), 1) * b * scale)
     tl.store(pair, tl.where(ii > jj, Z * (b * scale)[None, :], 0.0).to(pairs.dtype.element_ty))
@@ -117,14 +134,21 @@ def products_of(
                 ot = load_rows(do + hv * V, row, rows, part, V, HV * V, BT, BV)
                 wt = load_rows(dv + hv * V, row, rows, part, V, HV * V, BT, BV)
                 eT = load_residuals(residuals + at * (BT * V), part, V, BT, BV)
+            td = tl.dot(tl.trans(eT), Dt, td, input_precision=PRECISION)
             tq = tl.dot(ot, St, tq, input_precision=PRECISION)
             tk = tl.dot(wt, St, tk, input_precision=PRECISION)
-            td = tl.dot(tl.trans(eT), Dt, td, input_precision=PRECISION)
         tl.store(inner + at * K + c, whole * last, mask=c < K)
         place = products + at * (3 * BT * K) + ii * K + c[None, :]
         tl.store(place, (tq * scale).to(DT), mask=(c < K)[None, :])
         tl.store(place + BT * K, (tk * (0.0 - b)[:, None]).to(DT), mask=(c < K)[None, :])
-        tl.store(place + 2 * BT * K, (td * b[:, None]).to(DT), mask=(c < K)[None, :])
+        if FINE:
+            up, down = powers_of_rows(td)
+            down *= b
+            tl.store(own + at * (OWN * BT) + (OWN_ROWS * BT + column // BK * BT) + i, down)
+            half = (place + 2 * BT * K).to(tl.pointer_type(tl.float16), bitcast=True)
+            tl.store(half, (td * up[:, None]).to(tl.float16), mask=(c < K)[None, :])
+        else:
+            tl.store(place + 2 * BT * K, (td * b[:, None]).to(DT), mask=(c < K)[None, :])
     tl.debug_barrier()  # every thread has read dw before it becomes dv
     for part in tl.static_range(0, V, BV):
         jv = part + tl.arange(0, BV)
@@ -143,15 +167,16 @@ def products_kernel(
     v, o, do, dv, vectors, decay, states, dstates, residuals, pairs, own, products, inner, dbeta,
     cu_seqlens, chunk_indices, chunk_offsets, tasks, scale, T, N, NT,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr,
-    LOOP: tl.constexpr,
+    PACKED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr, EXACT: tl.constexpr,
+    FINE: tl.constexpr, PRECISION: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """v, o, do ``[tokens, HV, V]``; dv likewise holds dw and becomes dv; states, dstates ``[slots, HV, V, K]``;
     residuals ``[slots, HV, V, BT]``. Writes dbeta ``[tokens, HV]`` of the raw beta, pairs ``[slots, HV, 2, BT, BT]`` (Z
-    and Y for i > j), own ``[slots, HV, 3, BT]`` fp32 (the diagonal of Z; with L2NORM <q^, dq^> and <k^, dk^>; with LOOP
-    the diagonal and one row to work in), products ``[slots, HV, 3, BT, K]`` (scale do S^T,
-    -b dw S^T, b e D^T) and inner ``[slots, HV, K]`` fp32 (2^G_last sum_v S D). Heads fastest; one slot and head a
-    program, or with LOOP ``tasks`` that programs walk."""
+    and Y for i > j), own ``[slots, HV, R, BT]`` fp32 (the diagonal of Z; <q^, dq^> with L2NORM; <k^, dk^> with L2NORM
+    or EXACT; <dw, e> with EXACT, and dbeta is left to ``gradients_kernel``; with FINE a row for each block of K; with
+    LOOP the diagonal and one row to work in), products ``[slots, HV, 3, BT, K]`` (scale do S^T, -b dw S^T, b e D^T;
+    with FINE the last in fp16, to be multiplied by its row of ``own``) and inner ``[slots, HV, K]`` fp32 (2^G_last
+    sum_v S D). Heads fastest; one slot and head a program, or with LOOP ``tasks`` that programs walk."""
     pid = tl.program_id(0)
     if LOOP:
         for step in tl.range(0, tasks - pid, tl.num_programs(0)):
@@ -165,7 +190,7 @@ def products_kernel(
                 products_of(
                     slot, hv, slot.to(tl.int64) * HV + hv, v, o, do, dv, vectors, decay, states, dstates, residuals,
                     pairs, own, products, inner, dbeta, cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT, HV,
-                    K, V, BT, BK, BV, PACKED, L2NORM, SIGMOID, FACTOR, PRECISION, True,
+                    K, V, BT, BK, BV, PACKED, L2NORM, SIGMOID, FACTOR, EXACT, FINE, PRECISION, True,
                 )  # fmt: skip
             else:
                 if PACKED:
@@ -181,5 +206,5 @@ def products_kernel(
         products_of(
             slot, hv, at, v, o, do, dv, vectors, decay, states, dstates, residuals, pairs, own, products, inner, dbeta,
             cu_seqlens, chunk_indices, chunk_offsets, scale, T, N, NT, HV, K, V, BT, BK, BV, PACKED, L2NORM, SIGMOID,
-            FACTOR, PRECISION, False,
+            FACTOR, EXACT, FINE, PRECISION, False,
         )  # fmt: skip
