@@ -5,7 +5,8 @@
     python benchmarks/kda.py --sections check --gates safe --seeds 16         # errors beside the peer's, over seeds
 
 Sections: stages (what the preparation writes, against fp64: a miscompiled kernel shows here first), check, kernels,
-replay, eager (the operator called eagerly at the batch's own size, waited for after each call / until it returns).
+replay, eager (the operator called eagerly at the batch's own size, waited for after each call / until it returns; by
+itself, and in turn with the others).
 
 Times are microseconds. Replays: medians of a captured graph, 256 MB written before each sample, the arms of a shape
 in turn; *idle* waits for the device before a replay is asked for, *queued* asks for it behind the write. Before a
@@ -236,17 +237,19 @@ def kernel_times(call: Any, repeats: int = 5) -> dict[str, float]:
 
 
 def eager_times(calls: dict[str, Any], samples: int = 50) -> dict[str, str]:
-    """Median wall time of each call from an idle device to an idle device, in turn; and to its return."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for turn in range(samples + 5):
-        for name, call in calls.items():
+    """Median wall time of each call from an idle device to an idle device, and to its return: by itself, one call
+    after the other, then in turn with the others, which leave a slow host's caches to nobody."""
+    orders = [("alone", [name]) for name in calls] + [("in turn", list(calls))]
+    found: dict[str, list[tuple[float, float]]] = {f"{name}, {how}": [] for how, names in orders for name in names}
+    for (how, names), turn in itertools.product(orders, range(samples + 5)):
+        for name in names:
             torch.cuda.synchronize()
             began = time.perf_counter()
-            call()
+            calls[name]()
             returned = time.perf_counter() - began
             torch.cuda.synchronize()
             if turn >= 5:
-                found[name].append((time.perf_counter() - began, returned))
+                found[f"{name}, {how}"].append((time.perf_counter() - began, returned))
     medians = {name: (statistics.median(column) * 1e6 for column in zip(*t, strict=True)) for name, t in found.items()}
     return {name: "{:.1f} / {:.1f}".format(*both) for name, both in medians.items()}
 
