@@ -11,11 +11,13 @@ Requirements
    launch by, and no integer argument is one that the kernel specialises.
 4. A grid that an NPU does not take is refused by name where the launch is prepared.
 5. Kernels in the interpreter, and on devices other than CUDA, are launched the ordinary way each time.
+6. A pointer may be a :class:`Place` in a buffer, which costs no tensor where its address is enough.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +28,7 @@ import triton
 from graphsafe.errors import error
 from graphsafe_kernels import _interpreter
 
-__all__ = ["PreparedLaunch"]
+__all__ = ["Place", "PreparedLaunch"]
 
 MOST_PROGRAMS = 65535
 """What Triton-Ascend accepts of a grid, its axes multiplied."""
@@ -50,6 +52,35 @@ def _stream_of() -> Callable[[int], int]:
     """The active driver's function from a device's index to the raw handle of its current stream."""
     function: Callable[[int], int] = triton.runtime.driver.active.get_current_stream
     return function
+
+
+class Place:
+    """Memory in a buffer of bytes, from ``offset``, for a tensor of ``shape`` and ``dtype``; on CUDA alone."""
+
+    __slots__ = ("_buffer", "_dtype", "_offset", "_shape", "address")
+
+    def __init__(self, buffer: torch.Tensor, address: int, offset: int, shape: tuple[int, ...],
+                 dtype: torch.dtype) -> None:  # fmt: skip
+        self._buffer, self._offset, self._shape, self._dtype = buffer, offset, shape, dtype
+        self.address = address + offset
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def tensor(self) -> torch.Tensor:
+        size = math.prod(self._shape) * self._dtype.itemsize
+        return self._buffer[self._offset : self._offset + size].view(self._dtype).view(self._shape)
+
+
+def _tensors(pointer: Any) -> Any:
+    """The pointer, or descriptor, with a tensor for a place."""
+    if isinstance(pointer, Place):
+        return pointer.tensor()
+    if not isinstance(getattr(pointer, "base", None), Place):
+        return pointer
+    made = object.__new__(type(pointer))  # a descriptor's dataclass would be checked anew
+    made.__dict__.update(vars(pointer), base=pointer.base.tensor())
+    return made
 
 
 class PreparedLaunch:
@@ -79,7 +110,8 @@ class PreparedLaunch:
         grid = (programs, 1, 1)
         if _interpreter.interpreted(self._kernel) or device.type != "cuda":
             options = self._npu_options if device.type == "npu" else self._options
-            return lambda *pointers: self._kernel[grid](*pointers, *integers, **self.constants, **options)
+            given = _tensors if device.type == "cuda" else lambda pointer: pointer
+            return lambda *pointers: self._kernel[grid](*map(given, pointers), *integers, **self.constants, **options)
         index = device.index
         key = (index, tuple(i is not None and i >= 2**31 for i in integers))
         alone = torch.cuda.device_count() == 1
@@ -97,18 +129,18 @@ class PreparedLaunch:
                 integers: tuple[int | float, ...]) -> None:
         # an absent pointer is a compile-time constant: what is passed in its place is not looked at
         addresses = [
-            0 if p is None else p.data_ptr() if isinstance(p, torch.Tensor) else p for p in pointers
+            0 if p is None else p.data_ptr() if isinstance(p, (torch.Tensor, Place)) else p for p in pointers
         ]  # a descriptor goes to the launcher as it is
         numbers = [a for a in addresses if type(a) is int]
         if functools.reduce(operator.or_, numbers, 0) & 15:
             key = (key, tuple(number & 15 == 0 for number in numbers))
         found = self._compiled.get(key)
         if found is None:
-            compiled = self._kernel[grid](*pointers, *integers, **self.constants, **self._options)
+            compiled = self._kernel[grid](*map(_tensors, pointers), *integers, **self.constants, **self._options)
             self._compiled[key] = (compiled, compiled.run, compiled.function, compiled.packed_metadata, _stream_of())
             return
         compiled, run, function, metadata, stream_of = found
         if _hooked():
-            compiled[grid](*pointers, *integers, *self._values)
+            compiled[grid](*map(_tensors, pointers), *integers, *self._values)
         else:
             run(*grid, stream_of(index), function, metadata, None, None, None, *addresses, *integers, *self._values)

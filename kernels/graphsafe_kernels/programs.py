@@ -10,23 +10,29 @@ Requirements
    graph, and calls share nothing.
 2. What is recorded follows from shapes, dtypes, the device and Python values alone; callers key programs by these.
 3. Launches go through :class:`graphsafe_kernels.launch.PreparedLaunch`.
+4. On CUDA what a run does not return is one allocation, of which each launch gets addresses: an allocation costs the
+   host about as much as a launch.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphsafe_kernels.launch import PreparedLaunch
+from graphsafe_kernels.launch import Place, PreparedLaunch
 
 __all__ = ["Program", "aligned", "record"]
 
 Spec = tuple[tuple[int, ...], torch.dtype]
+
+ALIGNMENT = 512
+"""Bytes at a multiple of which each part of an allocation begins, as the framework's allocator aligns its own."""
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,6 +74,8 @@ class Program:
         self._allocations: list[Spec] = []
         self._steps: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._results: tuple[int | None, ...] = ()
+        self._places: list[int | None] = []  # of each allocation: its offset in the one buffer, or None
+        self._bytes: int | None = None  # of the one buffer; None: there is none
 
     def _number(self, tensor: torch.Tensor) -> int:
         found = self._numbers.get(id(tensor))
@@ -100,14 +108,28 @@ class Program:
     def finish(self, results: Iterable[torch.Tensor | None]) -> None:
         """Say what a run returns, and let go of what was recorded with."""
         self._results = tuple(None if t is None else self._number(t) for t in results)
+        first = len(self._held) - len(self._allocations)
         self._held, self._numbers = [], {}
+        for number, (shape, dtype) in enumerate(self._allocations, first):
+            if self._device.type != "cuda" or number in self._results:
+                self._places.append(None)
+                continue
+            start = self._bytes or 0
+            self._places.append(start)
+            self._bytes = start + -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
     def run(self, inputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Allocate and launch; the inputs are as those recorded with, the first one is a tensor."""
-        values = [*inputs]
+        values: list[Any] = [*inputs]
         allocate = inputs[0].new_empty  # type: ignore[union-attr]
-        for shape, dtype in self._allocations:
-            values.append(allocate(shape, dtype=dtype))
+        if self._bytes is not None:
+            buffer = allocate((self._bytes,), dtype=torch.uint8)
+            address = buffer.data_ptr()
+        for (shape, dtype), offset in zip(self._allocations, self._places, strict=True):
+            if offset is None:
+                values.append(allocate(shape, dtype=dtype))
+            else:
+                values.append(Place(buffer, address, offset, shape, dtype))
         for launch, sources in self._steps:
             launch(*[None if s is None else values[s] if type(s) is int else _descriptor(values[s.value], s.fields)
                      for s in sources])  # fmt: skip

@@ -67,7 +67,8 @@ OPERANDS = len(launch.Operands._fields)
 @functools.lru_cache(maxsize=1024)
 def _forward(choose: Any, device: torch.device, options: DeltaRuleOptions, train: bool,
              specs: tuple[Any, ...]) -> Program:  # fmt: skip
-    """The forward of operands and tables like ``specs``: o, final states, states of chunks, and what is kept."""
+    """The forward of operands and tables like ``specs``: o, final states, states of chunks, and to ``train`` what is
+    kept."""
 
     def run(start: launch.Start, *inputs: Any) -> tuple[torch.Tensor | None, ...]:
         x, tables = launch.Operands(*inputs[:OPERANDS]), _tables(inputs[OPERANDS:], options)
@@ -76,7 +77,7 @@ def _forward(choose: Any, device: torch.device, options: DeltaRuleOptions, train
         final, intermediates = _states(problem, slots, x.q, options)
         o, kept = launch.forward(problem, tables, x, final, intermediates, options.disable_recompute if train else None,
                                  kind=device_kind(device), start=start)  # fmt: skip
-        return (o, final, intermediates, *kept)
+        return (o, final, intermediates, *(kept if train else ()))
 
     return record(run, device, specs)
 
@@ -142,5 +143,5 @@ def chunk_kda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor
         return result
     inputs = (*operands, *_index(tables))
     program = _forward(launch.choose, q.device, options, False, tuple(map(_spec, inputs)))
-    o, final, intermediates, *_ = program.run(inputs)
+    o, final, intermediates = program.run(inputs)
     return (o, final, intermediates) if options.return_intermediate_states else (o, final)
