@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import triton
 
 __all__ = ["interpreted", "prepare"]
@@ -49,6 +48,7 @@ def prepare() -> None:
 
 def _mend_bf16(interpreter: Any) -> None:
     """Bf16 is held as its bits in unsigned numbers of 16 bits."""
+    import numpy as np  # the interpreter needs it; nothing else of this package does
     from triton import language as tl
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
