@@ -237,8 +237,8 @@ def kernel_times(call: Any, repeats: int = 5) -> dict[str, float]:
 
 
 def eager_times(calls: dict[str, Any], samples: int = 50) -> dict[str, str]:
-    """Median wall time of each call from an idle device to an idle device, and to its return: by itself, one call
-    after the other, then in turn with the others, which leave a slow host's caches to nobody."""
+    """Median wall time of each call from an idle device to an idle device, and to its return: one call after the
+    other, then in turn with the others', whose code takes the host's caches."""
     orders = [("alone", [name]) for name in calls] + [("in turn", list(calls))]
     found: dict[str, list[tuple[float, float]]] = {f"{name}, {how}": [] for how, names in orders for name in names}
     for (how, names), turn in itertools.product(orders, range(samples + 5)):

@@ -1,4 +1,4 @@
-"""Triton's interpreter, made to work with the numpy that is installed, and to compute in bf16 as devices do.
+"""Triton's interpreter, made to work with the numpy that is installed, with products and casts of bf16 as on devices.
 
 Requirements
 ------------
@@ -23,7 +23,7 @@ def interpreted(kernel: Any) -> bool:
 
 
 def prepare() -> None:
-    """Let a one-element array of the interpreter be a loop bound, and bf16 be what it is on a device."""
+    """Let a one-element array of the interpreter be a loop bound, and bf16 be multiplied and rounded as on a device."""
     knobs = getattr(triton, "knobs", None)  # Triton-Ascend 3.2 has none
     if knobs is None or not knobs.runtime.interpret:
         return

@@ -220,6 +220,18 @@ def test_alike_keys_rounded_so_that_sums_keep_what_entries_lose(device, configur
     assert torch.tensor(ratios).log().mean().exp() < 0.9, ratios
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("key", "value", "chunk"), [(24, 100, 64), (160, 144, 32), (64, 40, 64)])
+def test_half_precision_without_l2norm(device, dtype, key, value, chunk):
+    """What makes dbeta more exact there, over several blocks of values, partial chunks, padding and shared heads."""
+    b = batch(device, [70, 5, 0, 33], key=key, value=value, dtype=dtype, padding=9, gate=True)
+    b.q, b.k = (torch.nn.functional.normalize(x.float(), dim=-1).to(dtype) for x in (b.q, b.k))
+    options = {"chunk_size": chunk, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    got = run(b, **options)
+    assert_close(run(b, dtype=torch.float64, **options), live(b, got), dtype)
+    assert all((t[:, b.total :] == 0).all() for name, t in got.items() if per_token(name))
+
+
 @pytest.mark.parametrize("options", [NORMED, {}], ids=["l2norm", "no l2norm"])
 @pytest.mark.parametrize("spread", [1.0, 0.3, 0.03])
 def test_dbeta_without_the_rounding_of_its_rows_gradient(device, configured, spread, options):

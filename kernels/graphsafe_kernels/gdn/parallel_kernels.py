@@ -26,7 +26,7 @@ Requirements
 5. dw is at hand rounded to half precision. As dw_i = y_i - sum_j C_ji b_j dw_j, with EXACT dbeta is made of what y is
    made of, and meets no rounding of its own row's dw:
    b_i dbeta_i = s_i + b_i P_ii <do_i, e_i> + sum_{j > i} W_ji, where P is the scores'. Where keys are alike these terms
-   are large and cancel, so dbeta moves by at most that rounding from <dw_i, e_i>.
+   are large and cancel, so dbeta moves from <dw_i, e_i> by at most 2^-7 of it (2^-10 in fp16).
 6. So are the residuals, and e_i = v_i - 2^G_i k^_i S - sum_{j < i} C_ij b_j e_j. <dw, e> with one made again, plus that
    with the other, less <dw, e> has the first order of neither rounding, and what makes both is what makes dk^:
    b_i dbeta_i = <k^_i, dk^_i> + b_i <dw_i, v_i - e_i>. With EXACT 2, bounded as in 5. It reads v, so it is for keys

@@ -69,6 +69,7 @@ def gradients_operands(
 ):  # fmt: skip
     """One live slot and value head."""
     hq = hv // (HV // H)
+    tl.static_assert(BP % BK == 0, "a column block lies in one block of the products")
     OWN: tl.constexpr = OWN_ROWS + FINE * ((K + BP - 1) // BP)
     TILES: tl.constexpr = BT // TILE
     i = tl.arange(0, BT)

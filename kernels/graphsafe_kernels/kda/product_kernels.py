@@ -3,7 +3,7 @@
 With S the state before the chunk, D the gradient of the state behind it, e the residuals, w = b e the written values
 and dw as the reverse chain leaves it:
 
-    dbeta_i = <dw_i, e_i>                 dv_i = b_i dw_i
+    dbeta_i = <dw_i, e_i>  (with EXACT ``gradient_kernels`` finishes it)     dv_i = b_i dw_i
     Z_ij = scale b_j <do_i, e_j>  (i >= j),       Y_ij = -b_i b_j <dw_i, e_j>   (i > j)
 
 and scale do S^T, -b dw S^T, b e D^T and sum_v S D, of which ``gradient_kernels`` makes the rest. What l2norm's gradient
@@ -39,12 +39,13 @@ def load_residuals(residuals, column, V: tl.constexpr, BT: tl.constexpr, BV: tl.
 
 
 OWN_ROWS: tl.constexpr = tl.constexpr(4)
-"""Rows of ``own`` without LOOP; with FINE there is one more for each block of K."""
+"""Rows of ``own`` without LOOP; with FINE there is one more for each of the products' blocks of K."""
 
 
 @triton.jit
 def powers_of_rows(x):
-    """Powers of two, one a row of x, that bring its largest entry to [2^14, 2^15), and their inverses; exact."""
+    """Powers of two, one a row of x, that bring its largest entry to [2^14, 2^15), and their inverses; exact. Rows
+    whose largest is below 2^-100 are brought less far; zero, inf and NaN stay what they are."""
     exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23  # of fp32, from 127 for 1
     exponent = tl.maximum(exponent, 27)  # 2^-100: what is below needs no more
     return ((268 - exponent) << 23).to(tl.float32, bitcast=True), ((exponent - 14) << 23).to(tl.float32, bitcast=True)
